@@ -1,0 +1,1 @@
+"""The regenerator: the same seeds again at high precision, over HTTP."""

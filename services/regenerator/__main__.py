@@ -1,0 +1,35 @@
+"""`python -m services.regenerator --config FILE [--section.key value]`."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from prometheus_client import CollectorRegistry
+
+from services.http import serve
+from services.launch import main
+from services.regenerator.app import build
+from services.regenerator.service import Service
+from solrl.config import Config
+from solrl.generator import Generator
+
+
+def run(config: Config) -> None:
+    def load() -> Generator:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        return Generator.load(
+            config,
+            precision=config.regenerate.precision,
+            micro_batch=config.regenerate.micro_batch,
+        )
+
+    registry = CollectorRegistry()
+    service = Service(config, load=load, registry=registry)
+    serve(build(service, registry), config.services.regenerator)
+    if service.worker.failure is not None:
+        raise service.worker.failure
+
+
+if __name__ == "__main__":
+    main(run)

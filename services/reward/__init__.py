@@ -1,0 +1,1 @@
+"""The reward service: scores pictures and prompts, over HTTP."""
