@@ -45,7 +45,6 @@ from solrl.errors import (
     VersionError,
 )
 
-
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 #: Answered without a token: probes and scrapers have none.

@@ -133,8 +133,8 @@ async def outcome(request: Request, future: Future[R], cancelled: threading.Even
             await asyncio.wait({waiting}, timeout=0.5)
             if not waiting.done() and await request.is_disconnected():
                 raise ClientDisconnect
-        return waiting.result()
     except BaseException:  # also when the server stops and cancels us
         cancelled.set()
         future.cancel()
         raise
+    return waiting.result()

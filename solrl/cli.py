@@ -257,7 +257,7 @@ def _learn(settings: Config, state: Path, resume: bool, seen: list[int], own: _O
     """Run the learner to its end and return its exit code.
 
     It is in a process group of its own: the terminal's Ctrl-C comes to us, and is passed on once,
-    so that it can write a checkpoint; a second one ends it at once.
+    so that it ends in order; a second one kills it. Its checkpoints survive both.
     """
     from solrl import atomic, stack, supervise
 
@@ -278,7 +278,7 @@ def _learn(settings: Config, state: Path, resume: bool, seen: list[int], own: _O
             if len(seen) > passed_on:
                 learner.send_signal(seen[0] if passed_on == 0 else signal.SIGKILL)
                 if passed_on == 0:
-                    print("stopping after a checkpoint; once more stops at once", file=sys.stderr)
+                    print("stopping the learner; once more kills it", file=sys.stderr)
                 passed_on += 1
             if own is not None and not seen:
                 own.stack.watch(own.board)
@@ -413,13 +413,14 @@ def score(
     from solrl import pictures
     from solrl.clients.reward import RewardClient
 
+    _visible(prompt)
     pixels = pictures.read(image)
     at = _services(context).services
     table = Table("reward", "score", "version")
     scored = 0
     with RewardClient(at.reward, timeout=at.call_timeout, priority="people") as client:
         for name in [reward] if reward else [info.name for info in client.describe()]:
-            scores = client.score(pixels[None], [_visible(prompt)], name)
+            scores = client.score(pixels[None], [prompt], name)
             value, error = scores.values[0], scores.errors[0]
             table.add_row(name, f"{value:.4f}" if value is not None else error, scores.version)
             scored += value is not None
@@ -450,6 +451,42 @@ def doctor(
             problems += 1
             console.print(f"{'':<30}-> {escape(check.cure)}")
     raise typer.Exit(1 if problems else 0)
+
+
+@app.command()
+def status(
+    service: Annotated[
+        str | None, typer.Argument(help="Print the address of this one alone, for scripts.")
+    ] = None,
+) -> None:
+    """Say where the services of the running stack are; exit 1 when none is running."""
+    from solrl import stack
+
+    running = stack.read_stack(stack.state_folder())
+    if running is None:
+        print(f"no stack is running from {stack.state_folder()}; start one with `solrl up`")
+        raise typer.Exit(1)
+    if service is None:
+        print(f"{'ready' if running.ready else 'starting'}, owner process {running.owner_pid}")
+        for name, address in running.endpoints.items():
+            print(f"{name:<12} {address}")
+    elif service in running.endpoints:
+        print(running.endpoints[service])
+    else:
+        raise InputError(f"no service {service!r}; there are {', '.join(running.endpoints)}")
+
+
+@app.command()
+def report(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUNDIR", help="For example runs/demo.")],
+) -> None:
+    """Make report.html and report.json of a finished run again, and print its tables."""
+    from rich.console import Console
+
+    from solrl import report
+
+    report.rebuild(run_folder)
+    report.show(run_folder, Console())
 
 
 @app.command()

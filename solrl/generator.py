@@ -170,7 +170,9 @@ class Generator:
     def set_weights(self, weights: lora.Lora | None) -> None:
         """Bind factors that live in this process (evaluation); None = base. No version is kept."""
         self._merger.merge(weights)
-        self._held, self._active, self.current = {}, None, None
+        self._held, self.current = {}, None
+        # Neither the base nor a version: asking for the base merges anew.
+        self._active = None if weights is None else -1
 
     def generate(
         self,
@@ -235,11 +237,16 @@ class Generator:
         cancelled: Callable[[], bool],
     ) -> Tensor | None:
         padded = jobs + [jobs[-1]] * (self.micro_batch - len(jobs))
-        tokens, mask = stack([self._store.get(job.prompt) for job in padded])
-        empty_tokens, empty_mask = stack([self._store.get("")] * len(padded))
+        device = self._model.device
+        tokens, mask = (
+            part.to(device) for part in stack([self._store.get(job.prompt) for job in padded])
+        )
+        empty_tokens, empty_mask = (
+            part.to(device) for part in stack([self._store.get("")] * len(padded))
+        )
 
         def velocity(x: Tensor, sigma: float) -> Tensor:
-            times = torch.full((len(padded),), sigma, dtype=torch.float32)
+            times = torch.full((len(padded),), sigma, dtype=torch.float32, device=device)
             with torch.no_grad():
                 v = self._model.velocity(x, times, tokens, mask)
                 if guidance == 1.0:
@@ -248,9 +255,9 @@ class Generator:
                 v_empty = self._model.velocity(x, times, empty_tokens, empty_mask)
             return v_empty + guidance * (v - v_empty)
 
-        noise = noise_batch([job.seed for job in padded], self.latent_shape)
+        noise = noise_batch([job.seed for job in padded], self.latent_shape).to(device)
         latents = euler(velocity, noise, uniform_sigmas(steps), cancelled=cancelled)
-        return None if latents is None else latents[: len(jobs)]
+        return None if latents is None else latents[: len(jobs)].cpu()
 
     def _canary(self) -> str:
         seed = candidate_seed(0, "canary", 0, 0, 0)
@@ -258,16 +265,17 @@ class Generator:
         noise = noise_batch([seed] * self.micro_batch, self.latent_shape)
         with torch.no_grad():
             v = self._model.velocity(noise, torch.full((self.micro_batch,), 0.7), tokens, mask)
-        return hashlib.sha256(v[0].contiguous().numpy().tobytes()).hexdigest()[:16]
+        return hashlib.sha256(v[0].contiguous().cpu().numpy().tobytes()).hexdigest()[:16]
 
     def _example(self) -> dict[str, object]:
         """Arguments of one forward, for counting multiply-adds."""
         embedding = self._store.get("")
+        device = self._model.device
         return {
-            "hidden_states": torch.zeros(1, *self.latent_shape),
-            "encoder_hidden_states": embedding.tokens[None],
-            "encoder_attention_mask": embedding.mask[None],
-            "timestep": torch.zeros(1),
+            "hidden_states": torch.zeros(1, *self.latent_shape, device=device),
+            "encoder_hidden_states": embedding.tokens[None].to(device),
+            "encoder_attention_mask": embedding.mask[None].to(device),
+            "timestep": torch.zeros(1, device=device),
             "return_dict": False,
         }
 

@@ -165,7 +165,7 @@ class Merger:
             for name, module in self._modules.items():
                 weight = self._pristine[name]
                 if lora is not None:
-                    weight = weight + lora.delta(name)
+                    weight = weight + lora.delta(name).to(weight.device)
                 if hasattr(module, "set_weight"):
                     cast(Any, module).set_weight(weight)
                 else:

@@ -129,7 +129,7 @@ class Trainer:
         if policy == "ema":
             return self.ema
         pairs = {
-            name: (a.detach().clone(), b.detach().clone())
+            name: (a.detach().cpu().clone(), b.detach().cpu().clone())
             for name, (a, b) in self._factors[policy].items()
         }
         return Lora(self._config.rank, self._config.alpha, pairs)
@@ -179,9 +179,10 @@ class Trainer:
         """Summed loss of up to `micro_batch` pairs; padding is computed and thrown away."""
         count = len(chunk)
         padded = list(chunk) + [chunk[-1]] * (self._config.micro_batch - count)
-        clean = torch.stack([p.sample.clean for p in padded])
-        times = torch.tensor([p.time for p in padded], dtype=torch.float32)
-        noisy = noised(clean, torch.stack([p.noise for p in padded]), times)
+        device = self._model.device
+        clean = torch.stack([p.sample.clean for p in padded]).to(device)
+        times = torch.tensor([p.time for p in padded], dtype=torch.float32, device=device)
+        noisy = noised(clean, torch.stack([p.noise for p in padded]).to(device), times)
         tokens, mask = stack([p.sample.prompt for p in padded])
         with torch.no_grad():
             base_velocity = self._velocity(None, noisy, times, tokens, mask)
@@ -196,6 +197,7 @@ class Trainer:
             optimality=torch.tensor(
                 [optimality(p.sample.advantage, self._config.adv_clip) for p in padded],
                 dtype=torch.float32,
+                device=device,
             ),
             nft_beta=self._config.nft_beta,
             kl_weight=self._config.kl_weight,
@@ -203,8 +205,8 @@ class Trainer:
         )
         return (
             loss.total[:count].sum(),
-            float(loss.policy[:count].sum()),
-            float(loss.kl[:count].sum()),
+            float(loss.policy[:count].detach().sum()),
+            float(loss.kl[:count].detach().sum()),
         )
 
     def _velocity(
@@ -233,7 +235,7 @@ class Trainer:
         for name, pair in self._factors["trained"].items():
             for factor, parameter in zip("AB", pair, strict=True):
                 for key, value in self._optimizer.state.get(parameter, {}).items():
-                    tensors[f"{name}.{factor}.{key}"] = value.detach().clone()
+                    tensors[f"{name}.{factor}.{key}"] = value.detach().cpu().clone()
         return tensors
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -242,7 +244,10 @@ class Trainer:
             for factor, parameter in zip("AB", pair, strict=True):
                 prefix = f"{name}.{factor}."
                 state = {
-                    key.removeprefix(prefix): value.clone()
+                    # AdamW keeps its step count on the CPU, its moments beside the parameter.
+                    key.removeprefix(prefix): value.to(
+                        "cpu" if key.endswith(".step") else parameter.device, copy=True
+                    )
                     for key, value in tensors.items()
                     if key.startswith(prefix)
                 }

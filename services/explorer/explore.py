@@ -112,7 +112,8 @@ def explore(
 ) -> Iterator[Scored | Outcome]:
     """Yield candidates as they are scored, then the outcome. Closing the iterator cancels all.
 
-    Scoring of one micro-batch overlaps the generation of the next. What may pass is retried for
+    Scoring of one micro-batch overlaps the generation of the next, with which its candidates are
+    yielded. What may pass is retried for
     `retry_for` seconds without progress; after that, and after `timeout` seconds in all,
     UnavailableError. A refused or unscorable picture is excluded, never given a number.
     Raises CancelledCall once `cancelled()`, InputError, and VersionError when the policy asked for

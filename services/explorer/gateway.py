@@ -47,6 +47,7 @@ from solrl.errors import (
 )
 from solrl.probes import port_is_free, split_address
 from solrl.replica import replica_id
+from solrl.stack import free_ports
 
 #: Explorations called for at once; more are refused.
 CALLS = 16
@@ -291,13 +292,13 @@ def run(config: Config) -> None:
     services, replica = config.services, replica_id("explorer")
     host = os.environ.get("SOLRL_BIND", "127.0.0.1")
     _, port = split_address(services.explorer)
-    metrics_port = int(os.environ.get("SOLRL_METRICS_PORT", port + 1))
+    beside = port + 1 if port_is_free(host, port + 1) else free_ports(1)[0]
+    metrics_port = int(os.environ.get("SOLRL_METRICS_PORT", beside))
     for taken in (port, metrics_port):
         if not port_is_free(host, taken):
             raise ConfigError(
-                f"services.explorer = {services.explorer!r}: port {taken} on {host} is taken by "
-                "another program; stop that one, or name another port (the metrics are served "
-                "one above, or at SOLRL_METRICS_PORT)"
+                f"port {taken} on {host} is taken by another program; stop that one, or name "
+                f"another port (services.explorer = {services.explorer!r}, SOLRL_METRICS_PORT)"
             )
     metrics = Metrics()
     triton = TritonClient(services.triton)
@@ -330,12 +331,16 @@ def run(config: Config) -> None:
     logger.info("gRPC %s:%d, metrics http://%s:%d/metrics", host, port, host, metrics_port)
     neighbours.start()
     queue_loop.start()
-    stopping.wait()
-    states.enter_graceful_shutdown()
-    stopped = server.stop(DRAIN)
-    queue_loop.stop()
-    neighbours.stop()
-    stopped.wait()
+    try:
+        while not stopping.wait(1.0):
+            if not (neighbours.alive and queue_loop.alive):
+                raise UnavailableError("a thread of the gateway died; the log above says why")
+    finally:
+        states.enter_graceful_shutdown()
+        stopped = server.stop(DRAIN)
+        queue_loop.stop()
+        neighbours.stop()
+        stopped.wait()
 
 
 def build_server(gateway: Gateway, states: health.HealthServicer) -> grpc.Server:

@@ -61,6 +61,10 @@ class Neighbours:
             self._watcher.stop()
 
     @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
     def all_problems(self) -> tuple[str, ...]:
         """`problems`, and why no run can be followed; a call needs no Redis."""
         watcher = self._watcher

@@ -10,6 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import redis
+from pydantic import ValidationError
 
 from services.explorer.explore import Ask, Outcome, Scored, explore
 from services.explorer.metrics import Metrics
@@ -77,19 +78,24 @@ class QueueLoop:
         self._stop.set()
         self._thread.join()
 
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
     def _run(self) -> None:
         client: redis.Redis | None = None
-        gone = False
+        problem = ""
         with ThreadPoolExecutor(IN_FLIGHT, "explore") as pool:
             while not self._stop.is_set():
                 try:
                     client = client or queue.connect(self._services.redis)
                     self._turn(client, pool)
-                    gone = False
-                except (redis.RedisError, UnavailableError) as error:
-                    if not gone:
+                    problem = ""
+                # A foreign announcement does not parse; the next one may.
+                except (redis.RedisError, UnavailableError, ValidationError) as error:
+                    if str(error) != problem:
                         logger.warning("Redis at %s: %s; retrying", self._services.redis, error)
-                    gone = True
+                    problem = str(error)
                     self._stop.wait(1.0)
 
     def _turn(self, client: redis.Redis, pool: ThreadPoolExecutor) -> None:

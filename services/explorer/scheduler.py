@@ -115,10 +115,17 @@ class Part:
 
 
 class Scheduler:
-    """`submit` from any thread; `start` and `stop` from the owner's."""
+    """`submit` from any thread; `start` and `stop` from the owner's.
 
-    def __init__(self, generator: Generator, *, limit: int = WAITING_LIMIT) -> None:
+    `merge` False gives every request batches of its own, for a model in which a picture depends on
+    its batch mates.
+    """
+
+    def __init__(
+        self, generator: Generator, *, limit: int = WAITING_LIMIT, merge: bool = True
+    ) -> None:
         self._generator = generator
+        self._merge = merge
         self._limit = limit
         self._queue: deque[Exploration | Load] = deque()
         self._questions: deque[Question] = deque()
@@ -208,9 +215,9 @@ class Scheduler:
         Nothing passes a waiting load. Called with the lock held.
         """
         room = self._generator.micro_batch
-        parts = []
+        parts: list[Part] = []
         for work in self._queue:
-            if isinstance(work, Load) or not room:
+            if isinstance(work, Load) or not room or (parts and not self._merge):
                 break
             if self._kind(work) == self._kind(head):
                 seeds = tuple(work.waiting.popleft() for _ in range(min(room, len(work.waiting))))

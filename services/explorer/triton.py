@@ -17,11 +17,10 @@ import sysconfig
 import tempfile
 import threading
 import time
-from importlib.metadata import version
+from importlib.metadata import distribution, version
 from pathlib import Path
 
 import psutil
-import pytriton
 
 from services import launch
 from services.explorer.triton_client import MODEL, TritonClient
@@ -32,12 +31,15 @@ from solrl.probes import port_is_free, split_address
 from solrl.stack import free_ports
 from solrl.supervise import STACK_ID, spawn_tethered
 
-PACKAGED = Path(pytriton.__file__).parent / "tritonserver"
+#: Found without importing the wheel's own wrapper, which takes longer than all the rest here.
+PACKAGED = Path(str(distribution("nvidia-pytriton").locate_file("pytriton/tritonserver")))
 REPOSITORY = Path(__file__).parent / "model_repository"
 #: Seconds the model may take to load; a cold compilation is part of it.
 START_TIMEOUT = 900.0
 #: Seconds between two questions to the model.
 PROBE_EVERY = 5.0
+#: An answer comes between two solver steps; who is merely busy must not be taken for dead.
+PROBE_TIMEOUT = 60.0
 #: Seconds Triton has to end by itself; its own patience is EXIT_TIMEOUT.
 STOP_TIMEOUT = 10.0
 EXIT_TIMEOUT = 5
@@ -172,7 +174,7 @@ def _watch(
                 f"tritonserver ended with status {server.returncode}; the lines above say why"
             )
         try:
-            status = client.status()
+            status = client.status(timeout=PROBE_TIMEOUT)
         except SolrlError as error:
             if ready:
                 raise UnavailableError(f"the model no longer answers: {error}") from error

@@ -51,6 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         _serve_status(config, control)
         learner = Learner(config, directory, control)
         try:
+            learner.check_scorers()
             learner.train()
             control.state("evaluating")
             _evaluate(config, learner, control, console)
@@ -128,6 +129,9 @@ def _evaluate(config: Config, learner: Learner, control: Control, console: Conso
         for label, guidance in (("plain", 1.0), ("guided", config.evaluate.guidance)):
             results[label] = {}
             for prompt_set, (prompts, pictures) in sets.items():
+                if label == "guided":
+                    # A guided picture costs two; as many as a train prompt's are enough.
+                    pictures = config.evaluate.train_images  # noqa: PLW2901
                 base, tuned = (
                     evaluation.generate(
                         generator,

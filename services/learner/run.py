@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import redis
 import torch
 from torch.utils.tensorboard import SummaryWriter
@@ -80,6 +81,18 @@ class Learner:
             RewardClient(config.services.reward, timeout=timeout),
             control.waiting_for,
         )
+
+    def check_scorers(self) -> None:
+        """Both scorers must take every prompt they will meet; known now, not after training."""
+        unseen = read_prompts(self._config.prompts.unseen)
+        prompts = list(dict.fromkeys([*self._prompts, *unseen]))
+        blank = np.full((len(prompts), 32, 32, 3), 255, np.uint8)
+        for name in (self._config.reward.name, self._config.reward.judge):
+            for prompt, fault in zip(
+                prompts, self.maker.score(blank, prompts, name).errors, strict=True
+            ):
+                if fault is not None:
+                    raise ConfigError(f"{name} cannot score the prompt {prompt!r}: {fault}")
 
     def train(self) -> None:
         """Run the iterations that are left; returns early when asked to stop."""

@@ -36,6 +36,7 @@ class Sana:
     folder: Path
     max_prompt_tokens: int
     latent_shape: tuple[int, int, int]
+    device: torch.device
 
     @classmethod
     def load(cls, folder: Path, *, height: int, width: int, max_prompt_tokens: int) -> Sana:
@@ -49,9 +50,11 @@ class Sana:
             raise ConfigError(
                 f"model.height x width = {height} x {width} must be multiples of {ratio}"
             )
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return cls(
-            transformer=transformer.requires_grad_(False),
-            vae=vae.requires_grad_(False),
+            transformer=transformer.requires_grad_(False).to(device),
+            vae=vae.requires_grad_(False).to(device),
+            device=device,
             folder=folder,
             max_prompt_tokens=max_prompt_tokens,
             latent_shape=(transformer.config.in_channels, height // ratio, width // ratio),
@@ -87,23 +90,26 @@ class Sana:
         )
 
     def velocity(self, latents: Tensor, sigma: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-        """v fp32 [n,C,h,w] of latents [n,C,h,w] at sigma [n], tokens [n,L,D], mask [n,L]."""
+        """v fp32 [n,C,h,w] of latents [n,C,h,w] at sigma [n], tokens [n,L,D], mask [n,L].
+
+        Arguments may be anywhere; the answer is on the model's device.
+        """
         dtype = cast(Any, self.transformer).dtype
         predicted: Tensor = self.transformer(
-            latents.to(dtype),
-            encoder_hidden_states=tokens.to(dtype),
-            encoder_attention_mask=mask,
-            timestep=sigma * 1000.0,
+            latents.to(self.device, dtype),
+            encoder_hidden_states=tokens.to(self.device, dtype),
+            encoder_attention_mask=mask.to(self.device),
+            timestep=(sigma * 1000.0).to(self.device),
             return_dict=False,
         )[0]
         return predicted.float()
 
     def decode(self, latents: Tensor) -> Tensor:
-        """uint8 [n,H,W,3] of clean latents [n,C,h,w]."""
+        """uint8 [n,H,W,3] on the CPU of clean latents [n,C,h,w]."""
         vae = cast(Any, self.vae)
         with torch.no_grad():
             pixels = vae.decode(
-                (latents / vae.config.scaling_factor).to(vae.dtype), return_dict=False
+                (latents / vae.config.scaling_factor).to(self.device, vae.dtype), return_dict=False
             )[0]
         levels: Tensor = ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round()
-        return levels.to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+        return levels.to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu()

@@ -13,6 +13,7 @@ control request once, with INFO alone. An error's text begins with the name of i
 from __future__ import annotations
 
 import json
+import locale
 import os
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ class TritonPythonModel:
     """Loaded by Triton's Python backend."""
 
     def initialize(self, args: dict[str, str]) -> None:
+        # Nobody sets the locale of an embedded Python, and torch.compile reads UTF-8 templates.
+        locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
         config = load_config(Path(os.environ["SOLRL_CONFIG"]))
         explore = config.explore
         generator = Generator.load(
@@ -50,7 +53,7 @@ class TritonPythonModel:
             role="explore",
         )
         generator.warm_up()
-        self._scheduler = Scheduler(generator)
+        self._scheduler = Scheduler(generator, merge=explore.activation_scale == "row")
         self._scheduler.start()
 
     def execute(self, requests: list[Any]) -> None:
