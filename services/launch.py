@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,11 +32,21 @@ def config_from(arguments: Sequence[str]) -> Config:
     return load_config(known.config, overrides)
 
 
+def quiet_libraries() -> None:
+    """Silence what torchao and torch say when imported: nobody can act on it, and it hides ours."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    # Also ends transformers' progress bar of loading a text encoder.
+    os.environ.setdefault("TQDM_DISABLE", "1")
+
+
 def main(run: Callable[[Config], None]) -> None:
     """Run a service; a known error is one line on stderr. Exit 2: configuration, 1: other."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    quiet_libraries()
     # Its line a call would drown the log; ours has the request id.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:

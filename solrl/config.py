@@ -85,6 +85,10 @@ class ExploreSection(Section):
     precision: PrecisionName = Field(
         "nvfp4-emulated", description="Precision of the explorer's model."
     )
+    skip: tuple[str, ...] | None = Field(
+        None,
+        description="Patterns of module names left in high precision; none takes the family's list (solrl/models).",
+    )
     activation_scale: Literal["row", "tensor"] = Field(
         "row",
         description="Activation amax a token row, or a tensor (then a picture depends on its batch mates).",

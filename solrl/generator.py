@@ -91,7 +91,9 @@ class Generator:
         self.layers: list[LayerReport] = apply(
             transformer,
             precision=resolved.precision,
-            skip=SKIP if resolved.precision.startswith("nvfp4") else (),
+            skip=(SKIP if config.explore.skip is None else config.explore.skip)
+            if resolved.precision.startswith("nvfp4")
+            else (),
             activation_scale="tensor" if activation == "tensor" else "row",
             multiply_adds=counts,
         )

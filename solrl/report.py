@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from pydantic import BaseModel, ConfigDict
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -208,24 +209,28 @@ def _report(
 def show(run: Path, console: Console) -> None:
     """Print the table base -> tuned, the agreement, the time split and where things lie."""
     report = json.loads((run / "report.json").read_text())
-    table = Table(title=f"{report['run']}: base → tuned ({report['iterations']} iterations)")
-    for name in ("", "base", "tuned", "gain", "95 % interval", "real", "gap closed"):
-        table.add_column(name, justify="left" if not name else "right")
+    table = Table(
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        title=f"{report['run']}: base → tuned ({report['iterations']} iterations)",
+    )
+    for name in ("", "base", "tuned", "gain", "95 %", "real", "closed"):
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     for label, block in (
         ("", report["evaluation"]),
-        (f", CFG {report['evaluation_guided']['guidance']}", report["evaluation_guided"]),
+        (f" CFG {report['evaluation_guided']['guidance']}", report["evaluation_guided"]),
     ):
         for prompt_set in ("train_prompts", "unseen_prompts"):
             for name, cell in block[prompt_set].items():
                 real = cell["real"]
                 gap = 0.0 if real is None else real - cell["base"]
                 table.add_row(
-                    f"{prompt_set.replace('_', ' ')}{label}: {name}",
-                    f"{cell['base']:.4f}",
-                    f"{cell['tuned']:.4f}",
-                    f"{cell['gain']:+.4f}",
-                    _interval(cell["ci95"]),
-                    "" if real is None else f"{real:.4f}",
+                    f"{prompt_set.removesuffix('_prompts')} {name}{label}",
+                    f"{cell['base']:.3f}",
+                    f"{cell['tuned']:.3f}",
+                    f"{cell['gain']:+.3f}",
+                    _interval(cell["ci95"], "…", 3),
+                    "" if real is None else f"{real:.3f}",
                     f"{cell['gain'] / gap:+.1%}" if gap else "",
                 )
     console.print(table)
@@ -250,8 +255,10 @@ def show(run: Path, console: Console) -> None:
         console.print(f"{what:<13} {path}", highlight=False, soft_wrap=True)
 
 
-def _interval(bounds: tuple[float, float] | None) -> str:
-    return "one prompt" if bounds is None else f"{bounds[0]:+.4f} to {bounds[1]:+.4f}"
+def _interval(bounds: tuple[float, float] | None, between: str = " to ", digits: int = 4) -> str:
+    if bounds is None:
+        return "one prompt"
+    return f"{bounds[0]:+.{digits}f}{between}{bounds[1]:+.{digits}f}"
 
 
 def _page(run: Path, report: dict[str, Any], iterations: list[dict[str, Any]]) -> str:

@@ -137,15 +137,16 @@ class Supervisor:
         ini = self._folder / "supervisor.ini"
         atomic.write_text(ini, _ini(self._folder, self._socket, self._programs))
         command = [sys.executable, "-m", "supervisor.supervisord", "-n", "-s", "-c", str(ini)]
-        # A session of its own: Ctrl-C on the terminal reaches us alone, and we stop it in order.
-        self._child = spawn_tethered(
-            command,
-            environment=self._environment,
-            stdin=subprocess.DEVNULL,
-            stdout=(self._folder / "logs" / "supervisor-output.log").open("wb"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        with (self._folder / "logs" / "supervisor-output.log").open("wb") as output:
+            # A session of its own: the terminal's Ctrl-C reaches us alone, and we stop it in order.
+            self._child = spawn_tethered(
+                command,
+                environment=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         try:
             self._wait_for_rpc(deadline=time.monotonic() + 30)
         except BaseException:

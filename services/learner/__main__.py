@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from services.http import listen
-from services.launch import config_from
+from services.launch import config_from, quiet_libraries
 from services.learner.run import Learner, check_prompts
 from services.learner.status import Control, create_status_app
 from solrl import evaluation, report
@@ -36,6 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     """Exit code: 0 done, 2 configuration, 3 paused (go on with --resume), 130 interrupted."""
     resume = "--resume" in arguments
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    quiet_libraries()
     warnings.filterwarnings("ignore", message="Already found a `peft_config`")
     console = Console()
     try:
