@@ -42,6 +42,12 @@ SKIP_LISTS: dict[str, tuple[str, ...]] = {
     "cross k, v, FFN 1-3 skipped": (*OUTSIDE, *CROSS_KV, "transformer_blocks.[1-3].ff.*"),
     "cross k, v, FFN 1-4 skipped": (*OUTSIDE, *CROSS_KV, "transformer_blocks.[1-4].ff.*"),
     "cross k, v, FFN 1-3, 5 skipped": (*OUTSIDE, *CROSS_KV, "transformer_blocks.[1235].ff.*"),
+    "the same and self q, k, v 3": (
+        *OUTSIDE,
+        *CROSS_KV,
+        "transformer_blocks.[1235].ff.*",
+        "transformer_blocks.3.attn1.to_[qkv]",
+    ),
 }
 #: Least velocity error a multiply-add, from a search over single layers; configs/demo.toml.
 SKIP_LISTS["the least sensitive half"] = (
@@ -65,6 +71,7 @@ def generate(
     model: Sana,
     embeddings: dict[str, Embedding],
     seeds: int,
+    *,
     steps: int,
     batch: int,
     run_seed: int,
@@ -151,7 +158,12 @@ class Bench:
         """[prompts, seeds] of the transformer in place."""
         to = self.options
         images, prompts = generate(
-            self.model, self.embeddings, to.seeds, steps, to.batch, to.run_seed
+            self.model,
+            self.embeddings,
+            seeds=to.seeds,
+            steps=steps,
+            batch=to.batch,
+            run_seed=to.run_seed,
         )
         values = self.score(images, prompts).reshape(len(self.embeddings), -1)
         return values.double().numpy()
