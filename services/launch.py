@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from solrl.config import Config, load_config
 from solrl.errors import ConfigError, SolrlError
+from solrl.quiet import quiet_libraries
 
 
 def config_from(arguments: Sequence[str]) -> Config:
@@ -30,15 +30,6 @@ def config_from(arguments: Sequence[str]) -> Config:
             raise ConfigError(f"argument {word!r} has no value")
         overrides[name] = value
     return load_config(known.config, overrides)
-
-
-def quiet_libraries() -> None:
-    """Silence what torchao and torch say when imported: nobody can act on it, and it hides ours."""
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
-    # Also ends transformers' progress bar of loading a text encoder.
-    os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def main(run: Callable[[Config], None]) -> None:

@@ -19,6 +19,7 @@ import typer
 
 from solrl.config import Config, load_config, to_toml
 from solrl.errors import BusyError, ConfigError, InputError, SolrlError, UnavailableError
+from solrl.quiet import quiet_libraries
 from solrl.seeds import candidate_seed, check_seed
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ Seed = Annotated[int, typer.Option(help="Seed the pictures' own seeds are made f
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: a known error is one message on stderr and exit code 2, never a traceback."""
+    quiet_libraries()
     try:
         rest, overrides = split_overrides(sys.argv[1:] if arguments is None else arguments)
         app(args=rest, obj=overrides, prog_name="solrl")

@@ -26,6 +26,7 @@ from solrl.models.sana import LORA_TARGETS, SKIP
 from solrl.noise import noise_batch
 from solrl.precision import LayerReport, apply, count_multiply_adds, hardware, resolve
 from solrl.precision.choose import Role
+from solrl.quiet import quiet_libraries
 from solrl.seeds import candidate_seed, check_seed
 from solrl.solvers import euler, uniform_sigmas
 
@@ -309,4 +310,5 @@ def warm(config: Config) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] != "--warm":
         sys.exit("usage: python -m solrl.generator --warm CONFIG")
+    quiet_libraries()
     warm(load_config(Path(sys.argv[2])))

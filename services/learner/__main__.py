@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from services.http import listen
-from services.launch import config_from, quiet_libraries
+from services.launch import config_from
 from services.learner.run import Learner, check_prompts
 from services.learner.status import Control, create_status_app
 from solrl import evaluation, report
@@ -27,6 +27,7 @@ from solrl.config import Config
 from solrl.errors import ConfigError, InputError, SolrlError
 from solrl.generator import Generator
 from solrl.prompts import read_prompts
+from solrl.quiet import quiet_libraries
 from solrl.rundir import RunDirectory
 
 EXIT_PAUSED = 3
