@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from solrl import atomic
+from solrl import atomic, lora
 from solrl.embeddings import Embedding, stack
-from solrl.models.sana import Sana
+from solrl.models.sana import LORA_TARGETS, Sana
 from solrl.noise import noise_batch
 from solrl.precision import Scale, apply, count_multiply_adds, fp4_share
 from solrl.rewards import load_scorer
@@ -119,6 +119,12 @@ class Bench:
         self.options = options
         self.model = Sana.load(options.base, height=32, width=32, max_prompt_tokens=16)
         self.pristine = self.model.transformer
+        if options.adapter:
+            names = lora.target_modules(self.pristine, LORA_TARGETS)
+            merger = lora.Merger(self.pristine, lora.pristine_weights(self.pristine, names))
+            weights = lora.from_bytes(options.adapter.read_bytes(), source=str(options.adapter))
+            merger.check(weights, source=str(options.adapter))
+            merger.merge(weights)
         lines = (options.zoo / "data/prompts/train.txt").read_text(encoding="utf-8").splitlines()
         self.embeddings = {line: self.model.encode(line) for line in lines[: options.prompts]}
         tokens, mask = stack([next(iter(self.embeddings.values()))])
@@ -182,6 +188,9 @@ def print_row(row: dict[str, Any]) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", type=Path, default=Path("build/zoo/tiny-sana"))
+    parser.add_argument(
+        "--adapter", type=Path, default=None, help="a LoRA file, merged before quantizing"
+    )
     parser.add_argument("--zoo", type=Path, default=Path("zoo"))
     parser.add_argument("--reward", default="emoji_clip", help='or "distance", to the real picture')
     parser.add_argument("--prompts", type=int, default=10)
@@ -209,8 +218,8 @@ def main() -> None:
     torch.set_grad_enabled(False)
     bench = Bench(options)
     print(
-        f"{options.base}, reward {options.reward}, {options.prompts} prompts x {options.seeds} "
-        f"seeds, {options.explore_steps} steps against fp32 at {options.true_steps}"
+        f"{options.base}, adapter {options.adapter}, reward {options.reward}, {options.prompts} "
+        f"prompts x {options.seeds} seeds, {options.explore_steps} steps against fp32 at {options.true_steps}"
     )
     bench.prepare(None, "row")
     truth = bench.scores(options.true_steps)

@@ -99,10 +99,10 @@ class Learner:
         with self._holding_the_stack():
             self._feed, self._selected = self._streams()
             seconds = Seconds()
+            if not self.directory.checkpoints():
+                seconds.timed("publish", self._checkpoint)
             version, sha256 = seconds.timed("publish", self._publish)
             self._control.started(self.done, seconds)
-            if self.done == 0 and not self.directory.checkpoints():
-                self._checkpoint()
             while self.done < self._config.run.iterations and self._control.may_go_on():
                 version, sha256 = self._iteration(version, sha256)
 
