@@ -209,18 +209,25 @@ def replicas(client: redis.Redis) -> list[ReplicaState]:
     return [ReplicaState.model_validate_json(v) for v in values if v]
 
 
-def hold_stack(client: redis.Redis, run: str, owner: str, *, ttl: int = 30) -> None:
-    """Take or renew the stack for one run; BusyError naming the holder when it is taken."""
+def hold_stack(
+    client: redis.Redis, run: str, owner: str, *, ttl: int = 30, taking_over: bool = False
+) -> None:
+    """Take or renew the stack for one run; BusyError naming the holder when it is taken.
+
+    `taking_over` replaces another owner of the same run: for a learner that has the lock of the
+    run's directory, which proves the one before dead.
+    """
     value = f"{run} ({owner})"
     if client.set(ACTIVE_RUN, value, nx=True, ex=ttl):
         return
     holder = cast(str | None, client.get(ACTIVE_RUN))
-    if holder != value:
-        raise BusyError(
-            f"the stack is training run {holder}; wait for it, stop it, or start another stack "
-            f"with `solrl up` (a dead learner's hold ends after {ttl} s)"
-        )
-    client.expire(ACTIVE_RUN, ttl)
+    if holder == value or (taking_over and holder is not None and holder.startswith(f"{run} (")):
+        client.set(ACTIVE_RUN, value, ex=ttl)
+        return
+    raise BusyError(
+        f"the stack is training run {holder}; wait for it, stop it, or start another stack "
+        f"with `solrl up` (a dead learner's hold ends after {ttl} s)"
+    )
 
 
 def release_stack(client: redis.Redis, run: str, owner: str) -> None:

@@ -485,6 +485,17 @@ def test_a_stack_trains_one_run_at_a_time(empty: redis.Redis) -> None:
     queue.hold_stack(empty, "two", "host/2")
 
 
+def test_a_resumed_run_takes_over_its_own_hold_but_nobody_elses(empty: redis.Redis) -> None:
+    """A learner killed outright leaves its hold; its successor must not wait for it to expire."""
+    queue.hold_stack(empty, "one", "host/1")
+    queue.hold_stack(empty, "one", "host/2", taking_over=True)
+    assert empty.get(ACTIVE_RUN) == "one (host/2)"
+    with pytest.raises(BusyError):
+        queue.hold_stack(empty, "one", "host/1")
+    with pytest.raises(BusyError):
+        queue.hold_stack(empty, "on", "host/3", taking_over=True)
+
+
 def test_a_hold_expires_with_its_holder_and_renewing_prolongs_it(empty: redis.Redis) -> None:
     queue.hold_stack(empty, "one", "host/1", ttl=30)
     assert 0 < empty.ttl(ACTIVE_RUN) <= 30  # type: ignore[operator]

@@ -248,6 +248,8 @@ def test_a_killed_service_is_started_again_with_its_data(tmp_path: Path) -> None
 
 def test_a_service_that_dies_at_its_start_is_named_with_its_log(tmp_path: Path) -> None:
     code = "print('the reason is here')\nraise SystemExit(3)"
+    # The session's own server, for other tests, is a child too.
+    before = {child.pid for child in psutil.Process().children(True)}
     bad = script(tmp_path / "bad.py", code, ready=lambda: False)
     with (
         pytest.raises(UnavailableError, match=r"bad died (.|\n)*bad.log(.|\n)*the reason"),
@@ -260,7 +262,8 @@ def test_a_service_that_dies_at_its_start_is_named_with_its_log(tmp_path: Path) 
     ):
         pytest.fail("came up")
     assert not (tmp_path / "stack.json").exists()
-    assert "valkey-server" not in [child.name() for child in psutil.Process().children(True)]
+    left = [child for child in psutil.Process().children(True) if child.pid not in before]
+    assert "valkey-server" not in [child.name() for child in left]
 
 
 def test_a_service_that_dies_again_and_again_ends_the_stack(tmp_path: Path) -> None:

@@ -436,8 +436,9 @@ class Learner:
     @contextmanager
     def _holding_the_stack(self) -> Iterator[None]:
         """Nobody else trains on this stack meanwhile; the hold ends soon after a crash."""
-        name = self._config.run.name
-        queue.hold_stack(self._redis, name, self._owner, ttl=HOLD_TTL)
+        # The path too: another directory may hold a run of the same name.
+        name = f"{self._config.run.name} in {self.directory.path.resolve()}"
+        queue.hold_stack(self._redis, name, self._owner, ttl=HOLD_TTL, taking_over=True)
         stop = threading.Event()
 
         def renew() -> None:

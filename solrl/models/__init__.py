@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from solrl import atomic
 from solrl.config import ModelSection
 from solrl.errors import ConfigError
-from solrl.models.sana import Sana
+
+if TYPE_CHECKING:
+    from solrl.models.sana import Sana
 
 #: What `diffusers` calls the pipeline of each family.
 PIPELINES = {"sana": "SanaPipeline"}
@@ -16,8 +20,6 @@ PIPELINES = {"sana": "SanaPipeline"}
 
 def check_folder(model: ModelSection) -> Path:
     """The model's folder, or ConfigError saying what is wrong with it, before anything loads."""
-    import json
-
     folder = Path(model.base)
     index = folder / "model_index.json"
     if not index.is_file():
@@ -38,7 +40,9 @@ def check_folder(model: ModelSection) -> Path:
 
 
 def load(model: ModelSection) -> Sana:
-    """Load the family named in the configuration."""
+    """Load the family named in the configuration; only this imports torch."""
+    from solrl.models.sana import Sana
+
     return Sana.load(
         check_folder(model),
         height=model.height,
