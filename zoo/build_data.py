@@ -71,7 +71,6 @@ SOURCES = (
     Source("noto-v1", "@iconify-json/noto-v1", "1.2.5", "Apache-2.0", False),
     Source("fluent-color", "@iconify-json/fluent-emoji", "1.2.7", "MIT", False),
     Source("fxemoji", "@iconify-json/fxemoji", "1.2.2", "Apache-2.0", False),
-    Source("emojione", "@iconify-json/emojione", "1.2.3", "CC-BY-4.0", False),
 )
 # Packages whose chars.json says which icon draws which code point; their icon names serve the rest.
 NAMED_BY_CODE_POINT = (
