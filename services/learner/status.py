@@ -29,7 +29,7 @@ class Status(BaseModel):
     iterations: int
     policy_version: int | None = None
     eta_seconds: float | None = None
-    metrics: dict[str, float | str | None] = {}
+    metrics: dict[str, float | int | str | None] = {}
     seconds: dict[str, float] = {}
 
 
