@@ -14,10 +14,11 @@ import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from solrl import atomic, lora
@@ -58,6 +59,7 @@ SKIP_LISTS: dict[str, tuple[str, ...]] = {
         "transformer_blocks.[0-3].ff.*",
     ),
 }
+Values = NDArray[np.float64]
 Score = Callable[[Tensor, Sequence[str]], Tensor]
 
 
@@ -100,12 +102,12 @@ def generate(
     return torch.cat(images), prompts
 
 
-def within_prompts(proxy: np.ndarray, truth: np.ndarray) -> np.ndarray:
+def within_prompts(proxy: Values, truth: Values) -> Values:
     """Kendall's tau of each prompt; both [prompts, seeds]."""
     return np.array([kendall_tau(a, b) for a, b in zip(proxy, truth, strict=True)])
 
 
-def ratio_interval(tau: np.ndarray, ceiling: np.ndarray) -> Interval:
+def ratio_interval(tau: Values, ceiling: Values) -> Interval:
     """mean(tau) / mean(ceiling), 95 % interval by resampling prompts, the same for both."""
     rows = np.random.default_rng(0).integers(len(tau), size=(4000, len(tau)))
     low, high = np.quantile(tau[rows].mean(1) / ceiling[rows].mean(1), [0.025, 0.975])
@@ -156,11 +158,11 @@ class Bench:
             )
             share = fp4_share(reports)
         if self.options.compile:
-            for block in transformer.transformer_blocks:
+            for block in cast(Any, transformer).transformer_blocks:
                 block.compile(fullgraph=True, dynamic=False)
         return share
 
-    def scores(self, steps: int) -> np.ndarray:
+    def scores(self, steps: int) -> Values:
         """[prompts, seeds] of the transformer in place."""
         to = self.options
         images, prompts = generate(
@@ -230,7 +232,7 @@ def main() -> None:
 
     rows: list[dict[str, Any]] = []
 
-    def add(name: str, scale: str, share: float, tau: np.ndarray) -> None:
+    def add(name: str, scale: str, share: float, tau: Values) -> None:
         rows.append(
             {
                 "name": name,

@@ -75,15 +75,10 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def check_fits(manifest: Manifest, *, base_sha256: str, run: str | None, epoch: int | None) -> None:
-    """Refuse another base model, or an epoch lower than the one already served for the run."""
+def check_base(manifest: Manifest, *, base_sha256: str) -> None:
+    """Refuse an adapter of another base model."""
     if manifest.base_sha256 != base_sha256:
         raise AdapterError(
             f"adapter version {manifest.version} was trained on base {manifest.base_id} "
             f"({manifest.base_sha256[:12]}), this service holds {base_sha256[:12]}"
-        )
-    if run == manifest.run and epoch is not None and manifest.epoch < epoch:
-        raise AdapterError(
-            f"adapter version {manifest.version} comes from epoch {manifest.epoch} of run "
-            f"{run}; epoch {epoch} is already served (an older learner is still alive?)"
         )

@@ -110,7 +110,7 @@ class RewardSection(Section):
         "concept_judge", description="Independent judge, never trained on; evaluation only."
     )
     zoo: Path = Field(Path("zoo"), description="Folder with the scorers' weights.")
-    micro_batch: int = Field(48, ge=1, description="Pictures a scorer takes at once.")
+    micro_batch: int = Field(96, ge=1, description="Pictures a scorer takes at once.")
 
 
 class TrainSection(Section):
@@ -170,6 +170,9 @@ class EvaluateSection(Section):
     steps: int = Field(10, ge=1, description="Solver steps of an evaluation picture.")
     train_images: int = Field(10, ge=2, description="Pictures a train prompt.")
     unseen_images: int = Field(20, ge=2, description="Pictures an unseen prompt.")
+    guided_images: int = Field(
+        8, ge=2, description="Pictures a prompt of the rows 'with CFG'; each costs two."
+    )
     references: Path | None = Field(
         None,
         description="Folder of real pictures named `<prompt>.png`, for the score of real pictures.",

@@ -21,7 +21,7 @@ from solrl import adapters, lora, models
 from solrl.adapters import Manifest
 from solrl.config import Config, load_config
 from solrl.embeddings import EmbeddingStore, check_prompt, stack
-from solrl.errors import VersionError
+from solrl.errors import InputError, VersionError
 from solrl.models.sana import LORA_TARGETS, SKIP
 from solrl.noise import noise_batch
 from solrl.precision import LayerReport, apply, count_multiply_adds, hardware, resolve
@@ -138,12 +138,7 @@ class Generator:
         The version before stays held, for work that began with it.
         """
         manifest = adapters.read_manifest(folder)
-        adapters.check_fits(
-            manifest,
-            base_sha256=self.base_sha256,
-            run=self.current.run if self.current else None,
-            epoch=self.current.epoch if self.current else None,
-        )
+        adapters.check_base(manifest, base_sha256=self.base_sha256)
         source = f"adapter version {manifest.version} of run {manifest.run}"
         weights = lora.from_bytes((folder / adapters.WEIGHTS).read_bytes(), source=source)
         self._merger.check(weights, source=source)
@@ -188,8 +183,11 @@ class Generator:
     ) -> Generated | None:
         """Make every job's picture, any number, in padded micro-batches; None once cancelled.
 
-        Raises VersionError for a version not held, InputError for an empty prompt or bad seed.
+        Raises VersionError for a version not held, InputError for no job, an empty prompt or a bad
+        seed.
         """
+        if not jobs:
+            raise InputError("nothing to make: no prompt and seed was given; give at least one")
         for job in jobs:
             check_prompt(job.prompt)
             check_seed(job.seed)

@@ -14,6 +14,8 @@ def initial_noise(seed: int, shape: Sequence[int]) -> Tensor:
     """Standard normal fp32 noise of `shape` on the CPU, from one generator of its own.
 
     Cast and move it afterwards; drawing on a device or in a dtype would tie the picture to it.
+    Two limits of torch's CPU generator: it starts from the low 32 bits of the seed only, and
+    without AVX2 (another instruction set) its normal numbers differ in the last bits.
     """
     generator = torch.Generator("cpu").manual_seed(check_seed(seed))
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32)

@@ -218,16 +218,17 @@ def hold_stack(
     run's directory, which proves the one before dead.
     """
     value = f"{run} ({owner})"
-    if client.set(ACTIVE_RUN, value, nx=True, ex=ttl):
-        return
-    holder = cast(str | None, client.get(ACTIVE_RUN))
-    if holder == value or (taking_over and holder is not None and holder.startswith(f"{run} (")):
-        client.set(ACTIVE_RUN, value, ex=ttl)
-        return
-    raise BusyError(
-        f"the stack is training run {holder}; wait for it, stop it, or start another stack "
-        f"with `solrl up` (a dead learner's hold ends after {ttl} s)"
-    )
+    while not client.set(ACTIVE_RUN, value, nx=True, ex=ttl):
+        holder = cast(str | None, client.get(ACTIVE_RUN))
+        if holder is None:
+            continue  # it ended just now
+        if holder == value or (taking_over and holder.startswith(f"{run} (")):
+            client.set(ACTIVE_RUN, value, ex=ttl)
+            return
+        raise BusyError(
+            f"the stack is training run {holder}; wait for it, stop it, or start another stack "
+            f"with `solrl up` (a dead learner's hold ends after {ttl} s)"
+        )
 
 
 def release_stack(client: redis.Redis, run: str, owner: str) -> None:

@@ -92,8 +92,11 @@ class Watcher:
     def load(self, folder: Path) -> Reloaded:
         """Load one adapter by hand; refusals are raised, and change nothing."""
         with self._loading:
+            before = self.state
             answer = self._load(folder)
-            self._took(answer, epoch=answer.epoch)
+            # Trying an older version by hand must not let an older learner back in.
+            served = before.epoch or 0 if before.run == answer.run else 0
+            self._took(answer, epoch=max(answer.epoch, served))
         return answer
 
     def _took(self, answer: Reloaded, *, epoch: int) -> None:

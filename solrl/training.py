@@ -239,7 +239,8 @@ class Trainer:
         return tensors
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Inverse of `optimizer_tensors`."""
+        """Inverse of `optimizer_tensors`; what is not in `tensors` is forgotten."""
+        self._optimizer.state.clear()
         for name, pair in self._factors["trained"].items():
             for factor, parameter in zip("AB", pair, strict=True):
                 prefix = f"{name}.{factor}."

@@ -263,8 +263,6 @@ def broken_adapter(folder: Path, source: Path, how: str) -> Path:
             pairs[first] = (pairs[first][0] * 1e30, pairs[first][1] * 1e30)
         case "another base":
             manifest = manifest.model_copy(update={"base_sha256": "0" * 64})
-        case "an older epoch":
-            manifest = manifest.model_copy(update={"epoch": 1})
     data = lora.to_bytes(replace(made, pairs=pairs))
     if how == "no alpha":
         data = b"\x02\x00\x00\x00\x00\x00\x00\x00{}"
@@ -282,7 +280,6 @@ def broken_adapter(folder: Path, source: Path, how: str) -> Path:
         ("another width", "the base needs"),
         ("overflow", "overflows"),
         ("another base", "was trained on base"),
-        ("an older epoch", "comes from epoch 1 of run test; epoch 2 is already served"),
         ("no alpha", "alpha is unknown"),
     ],
 )

@@ -1176,6 +1176,9 @@ def test_an_older_learner_is_refused(client: redis.Redis, watcher: Watcher, tmp_
     eventually(lambda: registered(client).error)
     assert "comes from epoch 1, epoch 2 is already served" in registered(client).error
     assert registered(client).version == 1
+    # An older version may be tried by hand; that must not let the older learner back in.
+    assert watcher.load(tmp_path / "2").version == 2
+    assert watcher.state.epoch == 2
 
 
 def test_a_refusal_by_the_model_is_final_and_a_neighbour_down_is_not(

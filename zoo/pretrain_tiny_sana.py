@@ -260,7 +260,7 @@ def pretrain(rank: int, options: argparse.Namespace, meeting: str) -> None:
                 save_checkpoint(checkpoint, done, model, average, adam)
             if done % DRAW_EVERY == 0 or done == steps:
                 write_grid(build / f"grid-{done:05d}.png", average, vae)
-            if done == steps // 3:
+            if done == steps * 2 // 3:
                 export(average, vae, build / "early", build / "tiny-sana-early")
             if done == steps:
                 export(average, vae, options.target, build / "tiny-sana")
@@ -269,7 +269,7 @@ def pretrain(rank: int, options: argparse.Namespace, meeting: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=4400)
+    parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2, choices=(1, 2, 4, 8), help="processes")
     parser.add_argument("--build", type=Path, default=BUILD, help="checkpoints, grids and log")

@@ -13,10 +13,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
 from solrl.atomic import write_bytes, write_text
-from solrl.rewards.concept_judge import ConceptNet, to_inputs
+from solrl.rewards import to_inputs
+from solrl.rewards.concept_judge import ConceptNet
 from zoo.build_data import BUILD
 from zoo.data import concepts
 from zoo.pictures import JUDGE_STYLES, load_pictures
@@ -35,17 +36,17 @@ def uniform(n: int, low: float, high: float, generator: torch.Generator) -> Tens
 def warp(x: Tensor, generator: torch.Generator) -> Tensor:
     """Random turn, zoom, stretch, shift and a smooth wobble; white comes in at the border."""
     n = len(x)
-    angle = uniform(n, -0.45, 0.45, generator)
-    zoom = uniform(n, -0.3, 0.35, generator).exp()
+    angle = uniform(n, -0.3, 0.3, generator)
+    zoom = uniform(n, -0.2, 0.25, generator).exp()
     stretch = uniform(n, -0.2, 0.2, generator).exp()
-    shift = uniform(2 * n, -0.3, 0.3, generator).view(n, 2)
+    shift = uniform(2 * n, -0.2, 0.2, generator).view(n, 2)
     shear = uniform(n, -0.2, 0.2, generator)
     rows = [
         torch.stack([angle.cos() * zoom * stretch, shear - angle.sin() * zoom, shift[:, 0]], 1),
         torch.stack([angle.sin() * zoom, angle.cos() * zoom / stretch, shift[:, 1]], 1),
     ]
     grid = F.affine_grid(torch.stack(rows, 1), list(x.shape), align_corners=False)
-    wobble = torch.randn(n, 2, 5, 5, generator=generator) * uniform(n, 0, 0.12, generator).view(
+    wobble = torch.randn(n, 2, 5, 5, generator=generator) * uniform(n, 0, 0.08, generator).view(
         n, 1, 1, 1
     )
     wobble = F.interpolate(wobble, size=x.shape[2:], mode="bicubic", align_corners=False)
@@ -66,10 +67,10 @@ def recolour(x: Tensor, generator: torch.Generator) -> Tensor:
 
 def soften(x: Tensor, generator: torch.Generator) -> Tensor:
     """Blurs half of the pictures by going through a random smaller size."""
-    side = int(torch.randint(8, 26, (1,), generator=generator))
+    side = int(torch.randint(12, 32, (1,), generator=generator))
     small = F.interpolate(x, size=(side, side), mode="bilinear", antialias=True)
     blurred = F.interpolate(small, size=x.shape[2:], mode="bilinear", align_corners=False)
-    chosen = torch.rand(len(x), 1, 1, 1, generator=generator) < 0.5
+    chosen = torch.rand(len(x), 1, 1, 1, generator=generator) < 0.35
     return torch.where(chosen, blurred, x)
 
 
@@ -78,24 +79,24 @@ def dirty(x: Tensor, generator: torch.Generator) -> Tensor:
     n, _, side, _ = x.shape
 
     def some(high: float) -> Tensor:
-        amount = uniform(n, 0, high, generator) * (torch.rand(n, generator=generator) < 0.5)
+        amount = uniform(n, 0, high, generator) * (torch.rand(n, generator=generator) < 0.35)
         return amount.view(n, 1, 1, 1)
 
-    noise = torch.randn(x.shape, generator=generator) * some(0.5)
+    noise = torch.randn(x.shape, generator=generator) * some(0.12)
     clouds = F.interpolate(torch.randn(n, 3, 6, 6, generator=generator), size=side, mode="bicubic")
     lattice = torch.randn(n, 3, 4, 4, generator=generator).repeat(1, 1, side // 4, side // 4)
-    return x + noise + clouds * some(0.5) + lattice * some(0.25)
+    return x + noise + clouds * some(0.25) + lattice * some(0.12)
 
 
 def occlude(x: Tensor, generator: torch.Generator) -> Tensor:
     """Whites out one random box in half of the pictures."""
     n, _, side, _ = x.shape
     low = torch.rand(n, 2, generator=generator) * side
-    high = low + torch.rand(n, 2, generator=generator) * side * 0.4
+    high = low + torch.rand(n, 2, generator=generator) * side * 0.3
     place = torch.arange(side)
     inside = (place >= low[..., None]) & (place < high[..., None])
     box = inside[:, 0, :, None] & inside[:, 1, None, :]
-    box &= (torch.rand(n, generator=generator) < 0.5).view(n, 1, 1)
+    box &= (torch.rand(n, generator=generator) < 0.35).view(n, 1, 1)
     return x.masked_fill(box[:, None], 1.0)
 
 
@@ -109,18 +110,18 @@ def augment(x: Tensor, generator: torch.Generator) -> Tensor:
 def mix(x: Tensor, target: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Blends every picture and its target with another one; half of the time hardly at all."""
     order = torch.randperm(len(x), generator=generator)
-    share = uniform(len(x), 0, 0.4, generator) * (torch.rand(len(x), generator=generator) < 0.5)
+    share = uniform(len(x), 0, 0.4, generator) * (torch.rand(len(x), generator=generator) < 0.35)
     x = x.lerp(x[order], share.view(-1, 1, 1, 1))
     return x, target.lerp(target[order], share.view(-1, 1))
 
 
 def train(
-    images: Tensor, labels: Tensor, *, known: int, classes: int, steps: int, seed: int
-) -> ConceptNet:
-    """A net over all `classes`, the first `known` of which fill half of every batch."""
-    torch.manual_seed(seed)
+    net: nn.Module, images: Tensor, labels: Tensor, *, known: int, steps: int, seed: int
+) -> nn.Module:
+    """The classifier averaged over training; the first `known` classes fill half of each batch."""
+    classes = int(labels.max()) + 1
     generator = torch.Generator().manual_seed(seed)
-    net = ConceptNet(classes).train().to(memory_format=torch.channels_last)
+    net = net.train().to(memory_format=torch.channels_last)
     average = torch.optim.swa_utils.AveragedModel(
         net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.995), use_buffers=True
     )
@@ -151,14 +152,12 @@ def train(
         if (step + 1) % 100 == 0:
             spent = time.monotonic() - start
             print(f"step {step + 1} of {steps}  {spent:.0f} s  loss {loss.item():.3f}", flush=True)
-    trained = average.module
-    assert isinstance(trained, ConceptNet)
-    return trained.eval()
+    return average.module.eval()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=2000, help="batches of 128")
+    parser.add_argument("--steps", type=int, default=3500, help="batches of 128")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--build", type=Path, default=BUILD, help="folder of the styles' npz files")
     parser.add_argument("--output", type=Path, default=HERE / "concept-judge")
@@ -171,11 +170,12 @@ def main() -> None:
     images = torch.cat([sheet.images for sheet in sheets])
     labels = torch.tensor([index[code] for sheet in sheets for code in sheet.hexcodes])
     print(f"{len(images)} pictures, {len(index)} classes, {len(known)} of them concepts")
+    torch.manual_seed(options.seed)
     net = train(
+        ConceptNet(len(index)),
         images,
         labels,
         known=len(known),
-        classes=len(index),
         steps=options.steps,
         seed=options.seed,
     )

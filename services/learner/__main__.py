@@ -126,14 +126,16 @@ def _evaluate(config: Config, learner: Learner, control: Control, console: Conso
     results: dict[str, dict[str, dict[str, evaluation.Cell]]] = {}
     shown: dict[str, report.Sheet] = {}
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        total = 4 * sum(len(prompts) * pictures for prompts, pictures in sets.values())
+        total = 2 * sum(
+            len(prompts) * (pictures + config.evaluate.guided_images)
+            for prompts, pictures in sets.values()
+        )
         bar = progress.add_task("evaluating: base and tuned", total=total)
         for label, guidance in (("plain", 1.0), ("guided", config.evaluate.guidance)):
             results[label] = {}
             for prompt_set, (prompts, pictures) in sets.items():
                 if label == "guided":
-                    # A guided picture costs two; as many as a train prompt's are enough.
-                    pictures = config.evaluate.train_images  # noqa: PLW2901
+                    pictures = config.evaluate.guided_images  # noqa: PLW2901
                 base, tuned = (
                     evaluation.generate(
                         generator,

@@ -66,6 +66,11 @@ def channels_last(module: nn.Module) -> None:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
 
 
+def to_inputs(images: Tensor) -> Tensor:
+    """uint8 [n, 32, 32, 3] -> fp32 [n, 3, 32, 32] in [-1, 1], channels last in memory."""
+    return images.permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
+
+
 def load_scorer(name: str, zoo: Path) -> Scorer:
     """The scorer called `name` with its weights from the folder `zoo`.
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from solrl.atomic import sha256_file
 from solrl.errors import ConfigError, InputError
 from solrl.pixels import resize_uint8
-from solrl.rewards import channels_last, check_pairs, in_micro_batches
+from solrl.rewards import channels_last, check_pairs, in_micro_batches, to_inputs
 
 WIDTHS = (32, 64, 128, 256)
 MICRO_BATCH = 64
@@ -52,11 +52,6 @@ class ConceptNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.classify(self.features(x).mean((2, 3)))
         return logits
-
-
-def to_inputs(images: Tensor) -> Tensor:
-    """uint8 [n, 32, 32, 3] -> fp32 [n, 3, 32, 32] in [-1, 1], channels last in memory."""
-    return images.permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
 
 
 class ConceptJudge:
