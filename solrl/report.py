@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from pydantic import BaseModel, ConfigDict
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -210,7 +209,8 @@ def show(run: Path, console: Console) -> None:
     """Print the table base -> tuned, the agreement, the time split and where things lie."""
     report = json.loads((run / "report.json").read_text())
     table = Table(
-        box=SIMPLE_HEAD,
+        # No rules: with them the widest row does not fit 80 columns.
+        box=None,
         padding=(0, 1, 0, 0),
         title=f"{report['run']}: base → tuned ({report['iterations']} iterations)",
     )
