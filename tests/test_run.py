@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sqlite3
 import subprocess
@@ -213,6 +214,31 @@ def test_a_resumed_run_ends_as_the_straight_one(lab: Lab, straight: str) -> None
     )
     assert lab.rows("resumed", query) == lab.rows(straight, query)
     assert (lab.path("resumed") / "epoch").read_text() == "2\n"
+
+
+def test_a_disk_that_takes_no_more_pauses_the_run(lab: Lab, straight: str) -> None:
+    """A limit on the size of files stands in for a full disk: the same error from the same call."""
+    checkpoint = max(
+        path.stat().st_size for path in (lab.path(straight) / "checkpoints").rglob("*.safetensors")
+    )
+    command = shlex.join([*SOLRL, "run", str(lab.config), "--run.name", "full", "--run.seed", "0"])
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -f {checkpoint // 2 // 1024}; exec {command}"],
+        env=lab.environment,
+        capture_output=True,
+        text=True,
+        timeout=LEARN_TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == 3, done.stderr
+    assert f"paused: {lab.path('full')} could not be written" in done.stderr
+    assert "goes on from its last checkpoint with --resume" in done.stderr
+    assert "Traceback" not in done.stderr
+    lab.run("full", "--resume")
+    assert (
+        adapters.read_manifest(lab.path("full") / "adapters" / "2").sha256
+        == adapters.read_manifest(lab.path(straight) / "adapters" / "2").sha256
+    )
 
 
 @pytest.mark.parametrize(

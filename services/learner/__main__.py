@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sqlite3
 import sys
 import threading
 import time
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         config = config_from([a for a in arguments if a != "--resume"])
         check_prompts(config)
         directory = RunDirectory.resume(config) if resume else RunDirectory.create(config)
-    except SolrlError as error:
+    except (SolrlError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     control = Control(config.run.name, config.run.iterations, console)
@@ -62,9 +63,11 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (SolrlError, redis.RedisError) as error:
+    except (SolrlError, redis.RedisError, OSError, sqlite3.OperationalError) as error:
+        disk = isinstance(error, (OSError, sqlite3.OperationalError))
+        where = f"{directory.path} could not be written or read: " if disk else ""
         print(
-            f"paused: {error}\nNothing is lost: run {config.run.name} goes on from its last "
+            f"paused: {where}{error}\nNothing is lost: run {config.run.name} goes on from its last "
             "checkpoint with --resume.",
             file=sys.stderr,
         )
