@@ -30,7 +30,7 @@ from solrl.rewards import load_scorer
 from solrl.seeds import candidate_seed
 from solrl.solvers import euler, uniform_sigmas
 from solrl.stats import Interval, clustered_mean, kendall_tau
-from zoo.data import real_image
+from zoo.data import real_images
 
 OUTSIDE = ("patch_embed*", "time_embed*", "caption_projection*", "proj_out")
 CROSS_KV = ("*.attn2.to_k", "*.attn2.to_v")
@@ -65,7 +65,7 @@ Score = Callable[[Tensor, Sequence[str]], Tensor]
 
 def distance_score(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Minus the mean squared distance to the prompt's real picture."""
-    real = torch.stack([torch.from_numpy(real_image(prompt).copy()) for prompt in prompts])
+    real = torch.from_numpy(real_images(prompts))
     return -((images.float() - real.float()) / 255).square().flatten(1).mean(1)
 
 

@@ -151,6 +151,11 @@ def test_bad_jobs_are_refused_before_any_work(load: Load, job: Job, message: str
         load().generate([*JOBS, job], steps=3, cancelled=never)
 
 
+def test_no_job_is_refused(load: Load) -> None:
+    with pytest.raises(InputError, match="nothing to make"):
+        load().generate([], steps=3)
+
+
 # --- adapters ------------------------------------------------------------------------------------
 
 

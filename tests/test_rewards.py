@@ -11,7 +11,7 @@ from solrl.pixels import resize_uint8
 from solrl.rewards import Scorer, in_micro_batches, load_scorer
 from solrl.rewards.concept_judge import ConceptJudge, concept_of
 from solrl.rewards.emoji_clip import EmojiClip
-from zoo.data import caption, concepts, real_image
+from zoo.data import caption, concepts, real_images
 from zoo.degrade import KINDS, damaged
 
 ZOO = Path(__file__).resolve().parent.parent / "zoo"
@@ -35,7 +35,7 @@ def scorer(request: pytest.FixtureRequest, clip: EmojiClip, judge: ConceptJudge)
 def real(style: str, every: int = 1) -> tuple[Tensor, list[str]]:
     """Real pictures of every so-many-th concept, and their captions."""
     captions = [caption(concept, style) for concept in concepts()[::every]]
-    return torch.stack([torch.from_numpy(real_image(text).copy()) for text in captions]), captions
+    return torch.from_numpy(real_images(captions)), captions
 
 
 def noise(n: int, side: int = 32) -> Tensor:

@@ -352,6 +352,8 @@ def test_optimizer_tensors_round_trip(tiny_model: Path) -> None:
     assert state(other) != state(make_trainer(tiny_model))
     again = other.optimizer_tensors()
     assert all(torch.equal(v, again[k]) for k, v in trainer.optimizer_tensors().items())
+    other.load_optimizer_tensors({})
+    assert other.optimizer_tensors() == {}
 
 
 def test_rollout_steps_bound_the_times() -> None:

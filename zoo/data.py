@@ -1,6 +1,7 @@
 """The default world's data: 150 everyday concepts in three picture styles, and their captions."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -76,6 +77,11 @@ def real_image(caption: str) -> NDArray[np.uint8]:
     index = next(i for i, concept in enumerate(_concepts()) if concept.name == name)
     picture: NDArray[np.uint8] = _sheet(style)[index]
     return picture
+
+
+def real_images(captions: Sequence[str]) -> NDArray[np.uint8]:
+    """The real picture of every caption, [n, 32, 32, 3]."""
+    return np.stack([real_image(caption) for caption in captions])
 
 
 def seen_captions() -> list[str]:

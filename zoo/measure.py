@@ -19,7 +19,7 @@ from solrl.rewards import Scorer
 from solrl.rewards.concept_judge import ConceptJudge
 from solrl.rewards.emoji_clip import EmojiClip
 from zoo.build_data import BUILD
-from zoo.data import concepts, real_image, seen_captions
+from zoo.data import concepts, real_images, seen_captions
 from zoo.degrade import damaged
 from zoo.pictures import GENERATED_STYLES, JUDGE_STYLES, load_pictures, subset
 from zoo.samples import draw
@@ -95,7 +95,7 @@ def style_choice(clip: EmojiClip) -> float:
 def real_pictures() -> tuple[Tensor, list[str]]:
     """All concepts in all generated styles, and their captions."""
     captions = [f"{c.name}, {style} style" for style in GENERATED_STYLES for c in concepts()]
-    return torch.stack([torch.from_numpy(real_image(text).copy()) for text in captions]), captions
+    return torch.from_numpy(real_images(captions)), captions
 
 
 def ladder(scorer: Scorer) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def agreement(clip: EmojiClip, judge: ConceptJudge, folder: Path) -> dict[str, A
     images, prompts = draw(folder, captions, SAMPLES_EACH, seed=10_000)
     rewards = clip.score(images=images, prompts=prompts)
     likelihoods = judge.score(images=images, prompts=prompts)
-    real = torch.stack([torch.from_numpy(real_image(caption).copy()) for caption in captions])
+    real = torch.from_numpy(real_images(captions))
     best = rewards.view(-1, SAMPLES_EACH).topk(SAMPLES_EACH // 4).indices
     grouped = likelihoods.view(-1, SAMPLES_EACH)
     return {

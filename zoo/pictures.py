@@ -1,5 +1,6 @@
 """The drawn styles of `python -m zoo.build_data`, whole, for those who train on all emoji."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,20 @@ def load_pictures(style: str, build: Path = BUILD) -> Pictures:
             names=archive["names"].tolist(),
             hexcodes=archive["hexcodes"].tolist(),
         )
+
+
+def labelled(
+    sheets: Sequence[Pictures], first: Sequence[str], without: Collection[str] = ()
+) -> tuple[Tensor, Tensor]:
+    """Pictures of all `sheets` but those named in `without`, and the class of each, int64 [n].
+
+    A class is a code point: those of `first` in their order, then the others sorted.
+    """
+    rows = [[n for n, name in enumerate(sheet.names) if name not in without] for sheet in sheets]
+    codes = [sheet.hexcodes[n] for sheet, kept in zip(sheets, rows, strict=True) for n in kept]
+    place = {code: n for n, code in enumerate([*first, *sorted(set(codes) - set(first))])}
+    images = torch.cat([sheet.images[kept] for sheet, kept in zip(sheets, rows, strict=True)])
+    return images, torch.tensor([place[code] for code in codes])
 
 
 def subset(pictures: Pictures, hexcodes: list[str]) -> tuple[Tensor, list[int]]:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 
 from zoo.assemble import assemble
-from zoo.data import SIZE, STYLES, real_image, seen_captions
+from zoo.data import SIZE, STYLES, real_images, seen_captions
 from zoo.tiny_sana import (
     CAPTION_TOKENS,
     invertible_autoencoder,
@@ -198,7 +198,7 @@ def write_grid(path: Path, average: Average, vae: AutoencoderDC) -> None:
         to_pictures(vae, sample(model, text[:-1], mask[:-1], null, guidance))
         for guidance in (1.0, GUIDANCE)
     ]
-    real = np.stack([real_image(caption) for caption in shown])
+    real = real_images(shown)
     tiled(np.concatenate([*drawn, real]), len(GRID_CONCEPTS)).save(path)
 
 
@@ -225,7 +225,7 @@ def pretrain(rank: int, options: argparse.Namespace, meeting: str) -> None:
     torch.manual_seed(seed)
     captions = seen_captions()
     vae = invertible_autoencoder()
-    latents = to_latents(vae, np.stack([real_image(caption) for caption in captions]))
+    latents = to_latents(vae, real_images(captions))
     # The row after the last caption is the empty one, which dropped captions become.
     text, mask = encode_captions([*captions, ""])
     model = transformer().train()

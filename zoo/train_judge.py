@@ -20,11 +20,13 @@ from solrl.rewards import to_inputs
 from solrl.rewards.concept_judge import ConceptNet
 from zoo.build_data import BUILD
 from zoo.data import concepts
-from zoo.pictures import JUDGE_STYLES, load_pictures
+from zoo.pictures import JUDGE_STYLES, labelled, load_pictures
 
 HERE = Path(__file__).resolve().parent
 BATCH = 128
 SMOOTHING = 0.1
+# Share of the pictures that each blur, box, stain or blend touches.
+TOUCHED = 0.35
 PEAK_RATE = 2e-3
 WARMUP = 100
 
@@ -66,11 +68,11 @@ def recolour(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def soften(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Blurs half of the pictures by going through a random smaller size."""
+    """Blurs some of the pictures by going through a random smaller size."""
     side = int(torch.randint(12, 32, (1,), generator=generator))
     small = F.interpolate(x, size=(side, side), mode="bilinear", antialias=True)
     blurred = F.interpolate(small, size=x.shape[2:], mode="bilinear", align_corners=False)
-    chosen = torch.rand(len(x), 1, 1, 1, generator=generator) < 0.35
+    chosen = torch.rand(len(x), 1, 1, 1, generator=generator) < TOUCHED
     return torch.where(chosen, blurred, x)
 
 
@@ -79,7 +81,7 @@ def dirty(x: Tensor, generator: torch.Generator) -> Tensor:
     n, _, side, _ = x.shape
 
     def some(high: float) -> Tensor:
-        amount = uniform(n, 0, high, generator) * (torch.rand(n, generator=generator) < 0.35)
+        amount = uniform(n, 0, high, generator) * (torch.rand(n, generator=generator) < TOUCHED)
         return amount.view(n, 1, 1, 1)
 
     noise = torch.randn(x.shape, generator=generator) * some(0.12)
@@ -89,14 +91,14 @@ def dirty(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def occlude(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Whites out one random box in half of the pictures."""
+    """Whites out one random box in some of the pictures."""
     n, _, side, _ = x.shape
     low = torch.rand(n, 2, generator=generator) * side
     high = low + torch.rand(n, 2, generator=generator) * side * 0.3
     place = torch.arange(side)
     inside = (place >= low[..., None]) & (place < high[..., None])
     box = inside[:, 0, :, None] & inside[:, 1, None, :]
-    box &= (torch.rand(n, generator=generator) < 0.35).view(n, 1, 1)
+    box &= (torch.rand(n, generator=generator) < TOUCHED).view(n, 1, 1)
     return x.masked_fill(box[:, None], 1.0)
 
 
@@ -108,9 +110,9 @@ def augment(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def mix(x: Tensor, target: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Blends every picture and its target with another one; half of the time hardly at all."""
+    """Blends every picture and its target with another one, most of them not at all."""
     order = torch.randperm(len(x), generator=generator)
-    share = uniform(len(x), 0, 0.4, generator) * (torch.rand(len(x), generator=generator) < 0.35)
+    share = uniform(len(x), 0, 0.4, generator) * (torch.rand(len(x), generator=generator) < TOUCHED)
     x = x.lerp(x[order], share.view(-1, 1, 1, 1))
     return x, target.lerp(target[order], share.view(-1, 1))
 
@@ -163,16 +165,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE / "concept-judge")
     options = parser.parse_args()
     known = concepts()
-    sheets = [load_pictures(style, options.build) for style in JUDGE_STYLES]
-    first = [concept.hexcode for concept in known]
-    others = sorted({code for sheet in sheets for code in sheet.hexcodes} - set(first))
-    index = {code: place for place, code in enumerate([*first, *others])}
-    images = torch.cat([sheet.images for sheet in sheets])
-    labels = torch.tensor([index[code] for sheet in sheets for code in sheet.hexcodes])
-    print(f"{len(images)} pictures, {len(index)} classes, {len(known)} of them concepts")
+    images, labels = labelled(
+        [load_pictures(style, options.build) for style in JUDGE_STYLES],
+        [concept.hexcode for concept in known],
+    )
+    classes = int(labels.max()) + 1
+    print(f"{len(images)} pictures, {classes} classes, {len(known)} of them concepts")
     torch.manual_seed(options.seed)
     net = train(
-        ConceptNet(len(index)),
+        ConceptNet(classes),
         images,
         labels,
         known=len(known),

@@ -33,9 +33,9 @@ from solrl.rewards.emoji_clip import (
     TextTower,
 )
 from zoo.build_data import BUILD
-from zoo.data import concepts, parse_caption, real_image, seen_captions, unseen_captions
+from zoo.data import concepts, parse_caption, real_images, seen_captions, unseen_captions
 from zoo.degrade import damaged
-from zoo.pictures import GENERATED_STYLES, load_pictures
+from zoo.pictures import GENERATED_STYLES, labelled, load_pictures
 from zoo.samples import distance, draw
 from zoo.train_judge import train as train_classifier
 
@@ -138,27 +138,16 @@ def cached(path: Path, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tenso
 
 
 def train_tower(build: Path, *, steps: int, seed: int) -> dict[str, Tensor]:
-    """State of a ImageTower that classifies every emoji of the styles but those held out."""
-    held = held_out_names()
+    """State of an ImageTower that classifies every emoji of the styles but those held out."""
+    known = [concept.hexcode for concept in concepts()]
     sheets = [load_pictures(style, build) for style in GENERATED_STYLES]
-    usable = [[name not in held for name in sheet.names] for sheet in sheets]
-    first = [concept.hexcode for concept in concepts()]
-    codes = [
-        code
-        for sheet, keep in zip(sheets, usable, strict=True)
-        for code, kept in zip(sheet.hexcodes, keep, strict=True)
-        if kept
-    ]
-    index = {code: place for place, code in enumerate([*first, *sorted(set(codes) - set(first))])}
-    images = torch.cat(
-        [sheet.images[torch.tensor(keep)] for sheet, keep in zip(sheets, usable, strict=True)]
-    )
+    images, labels = labelled(sheets, known, without=held_out_names())
     torch.manual_seed(seed)
     classifier = train_classifier(
-        nn.Sequential(ImageTower(), nn.Linear(IMAGE_WIDTH, len(index))),
+        nn.Sequential(ImageTower(), nn.Linear(IMAGE_WIDTH, int(labels.max()) + 1)),
         images,
-        torch.tensor([index[code] for code in codes]),
-        known=len(first),
+        labels,
+        known=len(known),
         steps=steps,
         seed=seed,
     )
@@ -197,7 +186,7 @@ def sample_features(build: Path, tower: ImageTower) -> dict[str, Tensor]:
         images.append(drawn)
         rows.append(torch.arange(len(captions)).repeat_interleave(each))
     every, row = torch.cat(images), torch.cat(rows)
-    real = torch.stack([torch.from_numpy(real_image(caption).copy()) for caption in captions])
+    real = torch.from_numpy(real_images(captions))
     far = distance(every, real[row])
     average = far[: len(images[0])].mean()
     return {
@@ -230,7 +219,7 @@ def load_bank(build: Path, tower: ImageTower) -> Bank:
             rows = emoji[stored["row"]]
             parts.append(
                 (
-                    stored["features"].float(),
+                    stored["features"],
                     rows,
                     torch.full_like(rows, number),
                     stored["strength"],
@@ -242,7 +231,7 @@ def load_bank(build: Path, tower: ImageTower) -> Bank:
         told = [parse_caption(caption) for caption in sampled_captions()]
         parts.append(
             (
-                stored["features"].float(),
+                stored["features"],
                 torch.tensor([of_concept[name] for name, _ in told])[stored["row"]],
                 torch.tensor([GENERATED_STYLES.index(style) for _, style in told])[stored["row"]],
                 stored["strength"],
@@ -287,9 +276,10 @@ def train(bank: Bank, *, steps: int, ladder_weight: float, seed: int) -> Heads:
     usable = ~bank.held_out[bank.emoji]
     heads.image_mean.copy_(bank.features[usable].mean(0))
     heads.image_std.copy_(bank.features[usable].std(0).clamp(min=1e-2))
-    keys, is_clean = bank.keys(), usable & (bank.strength == 0)
-    clean = is_clean.nonzero()[:, 0]
-    damaged_copies = Copies(keys, (~is_clean & ~bank.sampled).nonzero()[:, 0], clean)
+    keys = bank.keys()
+    clean = (usable & (bank.strength == 0)).nonzero()[:, 0]
+    damaged_rows = ((bank.strength > 0) & ~bank.sampled).nonzero()[:, 0]
+    damaged_copies = Copies(keys, damaged_rows, clean)
     sampled = clean[torch.isin(keys[clean], keys[bank.sampled])]
     samples = Copies(keys, bank.sampled.nonzero()[:, 0], sampled)
     optimizer = torch.optim.AdamW(heads.parameters(), lr=PEAK_RATE, weight_decay=0.05)
@@ -373,12 +363,7 @@ def main() -> None:
         f"{len(bank.features)} pictures of {len(bank.names)} emoji, "
         f"{int(bank.held_out.sum())} of them held out"
     )
-    heads = train(
-        bank,
-        steps=options.steps,
-        ladder_weight=options.ladder_weight,
-        seed=options.seed,
-    )
+    heads = train(bank, steps=options.steps, ladder_weight=options.ladder_weight, seed=options.seed)
     tensors = {
         key: (value.half() if value.ndim > 1 else value).contiguous()
         for key, value in nn.ModuleDict({"image_tower": tower, "heads": heads}).state_dict().items()

@@ -63,15 +63,10 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (SolrlError, redis.RedisError, OSError, sqlite3.OperationalError) as error:
-        disk = isinstance(error, (OSError, sqlite3.OperationalError))
-        where = f"{directory.path} could not be written or read: " if disk else ""
-        print(
-            f"paused: {where}{error}\nNothing is lost: run {config.run.name} goes on from its last "
-            "checkpoint with --resume.",
-            file=sys.stderr,
-        )
-        return EXIT_PAUSED
+    except (SolrlError, redis.RedisError) as error:
+        return _paused(config, str(error))
+    except (OSError, sqlite3.OperationalError) as error:
+        return _paused(config, f"{directory.path} could not be written or read: {error}")
     except KeyboardInterrupt:
         print(f"interrupted: run {config.run.name} goes on with --resume", file=sys.stderr)
         return 130
@@ -79,6 +74,15 @@ def main(arguments: Sequence[str]) -> int:
         directory.close()
     control.state("finished")
     return 0
+
+
+def _paused(config: Config, why: str) -> int:
+    print(
+        f"paused: {why}\nNothing is lost: run {config.run.name} goes on from its last checkpoint "
+        "with --resume.",
+        file=sys.stderr,
+    )
+    return EXIT_PAUSED
 
 
 def _obey_signals(control: Control) -> None:
