@@ -54,6 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except SolrlError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        place, why = error.filename, error.strerror
+        print(f"error: {place}: {why}; choose a place that can be written", file=sys.stderr)
+        sys.exit(2)
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], Overrides]:
@@ -293,6 +299,12 @@ def _learn(settings: Config, state: Path, resume: bool, seen: list[int], own: _O
             except subprocess.TimeoutExpired:
                 learner.kill()
                 learner.wait()
+    if learner.returncode < 0 and not passed_on:
+        print(
+            f"error: the learner was ended by {signal.Signals(-learner.returncode).name} (out of "
+            "memory?); give the same command with --resume to go on from its last checkpoint",
+            file=sys.stderr,
+        )
     return learner.returncode if learner.returncode >= 0 else 128 - learner.returncode
 
 

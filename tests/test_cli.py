@@ -325,6 +325,9 @@ def test_export_copies_the_newest_tuned_adapter(solrl: Solrl, tmp_path: Path) ->
     refused = solrl("export", run, tmp_path / "taken")
     assert refused.code == 2
     assert list((tmp_path / "taken").iterdir()) == []
+    nowhere = solrl("export", run, "/proc/lora")
+    assert nowhere.code == 2
+    assert "choose a place that can be written" in nowhere.err
     (run / "ema" / "24" / adapters.WEIGHTS).write_bytes(b"damaged")
     damaged = solrl("export", run, tmp_path / "other")
     assert damaged.code == 2

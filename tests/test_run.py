@@ -196,7 +196,12 @@ def test_a_resumed_run_ends_as_the_straight_one(lab: Lab, straight: str) -> None
         time.sleep(0.05)
     lock = (lab.path("resumed") / "lock").read_text()
     os.kill(int(lock.split()[-1]), signal.SIGKILL)
-    assert learner.wait(timeout=60) != 0
+    said = learner.communicate(timeout=60)[0]
+    assert learner.returncode == 128 + signal.SIGKILL
+    assert (
+        "the learner was ended by SIGKILL (out of memory?); give the same command with --resume"
+        in said
+    )
 
     refused = lab.run("resumed", check=False)
     assert refused.returncode == 2

@@ -64,7 +64,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except (SolrlError, redis.RedisError) as error:
-        return _paused(config, str(error))
+        of_redis = isinstance(error, redis.RedisError)
+        where = f"Redis at {config.services.redis} does not answer: " if of_redis else ""
+        return _paused(config, f"{where}{error}")
     except (OSError, sqlite3.OperationalError) as error:
         return _paused(config, f"{directory.path} could not be written or read: {error}")
     except KeyboardInterrupt:
