@@ -299,13 +299,15 @@ def _learn(settings: Config, state: Path, resume: bool, seen: list[int], own: _O
             except subprocess.TimeoutExpired:
                 learner.kill()
                 learner.wait()
-    if learner.returncode < 0 and not passed_on:
+    if learner.returncode >= 0:
+        return learner.returncode
+    if not passed_on:
         print(
             f"error: the learner was ended by {signal.Signals(-learner.returncode).name} (out of "
             "memory?); give the same command with --resume to go on from its last checkpoint",
             file=sys.stderr,
         )
-    return learner.returncode if learner.returncode >= 0 else 128 - learner.returncode
+    return 128 - learner.returncode
 
 
 # --- asking the services ---------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
@@ -28,6 +29,18 @@ ACTIVE_RUN = "solrl:active-run"
 REPLICA_TTL = 15
 
 
+@contextmanager
+def answering(url: str) -> Iterator[None]:
+    """Turns what the client raises inside into UnavailableError naming the address."""
+    try:
+        yield
+    except redis.RedisError as error:
+        raise UnavailableError(
+            f"Redis at {url} does not answer ({error}); start it with `solrl up`, "
+            "or point services.redis at a running one"
+        ) from error
+
+
 def connect(url: str, *, timeout: float = 10.0) -> redis.Redis:
     """A client whose every call has a deadline and which reconnects after a restart.
 
@@ -41,13 +54,8 @@ def connect(url: str, *, timeout: float = 10.0) -> redis.Redis:
         health_check_interval=15,
         retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), retries=6),
     )
-    try:
+    with answering(url):
         client.ping()
-    except redis.RedisError as error:
-        raise UnavailableError(
-            f"Redis at {url} does not answer ({error}); start it with `solrl up`, "
-            "or point services.redis at a running one"
-        ) from error
     return client
 
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from types import FrameType
 
 import numpy as np
-import redis
 import uvicorn
 from numpy.typing import NDArray
 from rich.console import Console
@@ -63,10 +62,8 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (SolrlError, redis.RedisError) as error:
-        of_redis = isinstance(error, redis.RedisError)
-        where = f"Redis at {config.services.redis} does not answer: " if of_redis else ""
-        return _paused(config, f"{where}{error}")
+    except SolrlError as error:
+        return _paused(config, str(error))
     except (OSError, sqlite3.OperationalError) as error:
         return _paused(config, f"{directory.path} could not be written or read: {error}")
     except KeyboardInterrupt:

@@ -96,7 +96,7 @@ class Learner:
 
     def train(self) -> None:
         """Run the iterations that are left; returns early when asked to stop."""
-        with self._holding_the_stack():
+        with queue.answering(self._config.services.redis), self._holding_the_stack():
             self._feed, self._selected = self._streams()
             seconds = Seconds()
             if not self.directory.checkpoints():
@@ -275,12 +275,8 @@ class Learner:
         """Repeat while Redis is away, at most `services.retry_for` seconds."""
 
         def attempt() -> T:
-            try:
+            with queue.answering(self._config.services.redis):
                 return call()
-            except redis.RedisError as error:
-                raise UnavailableError(
-                    f"Redis at {self._config.services.redis}: {error}"
-                ) from error
 
         return retrying(
             attempt,
