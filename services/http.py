@@ -21,13 +21,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    ProcessCollector,
-    generate_latest,
-)
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
@@ -44,6 +38,7 @@ from solrl.errors import (
     UnavailableError,
     VersionError,
 )
+from solrl.metrics import Metrics
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -70,7 +65,7 @@ def create_app(
     *,
     service: str,
     description: str,
-    registry: CollectorRegistry,
+    metrics: Metrics,
     problems: Callable[[], Sequence[str]],
     lifespan: Lifespan,
     max_body: int,
@@ -89,20 +84,20 @@ def create_app(
         redoc_url=None,
     )
     app.state.stop = lambda: None
-    ProcessCollector(registry=registry)
-    requests = Counter(
-        "solrl_http_requests_total",
-        "Requests answered, by route and status code.",
-        ["route", "status"],
-        registry=registry,
-    )
+    metrics.refreshed_by(lambda: metrics.gauge("solrl_ready").set(not problems()))
     app.add_middleware(
         _Gate,
         token=os.environ.get(TOKEN_VARIABLE, "") if token is None else token,
         max_body=max_body,
-        requests=requests,
+        metrics=metrics,
     )
-    app.add_exception_handler(SolrlError, _solrl_error)
+
+    async def solrl_error(request: Request, error: Exception) -> Response:
+        metrics.counter("solrl_errors_total", kind=type(error).__name__).inc()
+        status = next((s for kind, s in STATUS if isinstance(error, kind)), 500)
+        return problem(request, status, str(error), kind=f"urn:solrl:error:{type(error).__name__}")
+
+    app.add_exception_handler(SolrlError, solrl_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(StarletteHTTPException, _http_error)
 
@@ -127,9 +122,9 @@ def create_app(
         }
 
     @app.get("/metrics", tags=["operation"])
-    async def metrics() -> Response:
+    def exposition() -> Response:
         """Prometheus text format."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
     return app
 
@@ -185,11 +180,6 @@ def problem(
     )
 
 
-async def _solrl_error(request: Request, error: Exception) -> Response:
-    status = next((s for kind, s in STATUS if isinstance(error, kind)), 500)
-    return problem(request, status, str(error), kind=f"urn:solrl:error:{type(error).__name__}")
-
-
 async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     return problem(request, 422, "; ".join(_fault(fault) for fault in error.errors()))
@@ -213,11 +203,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
 class _Gate:
     """Around every request: its id, the token, the body limit, the count, the last resort."""
 
-    def __init__(self, app: ASGIApp, *, token: str, max_body: int, requests: Counter) -> None:
+    def __init__(self, app: ASGIApp, *, token: str, max_body: int, metrics: Metrics) -> None:
         self._app = app
         self._token = token
         self._max_body = max_body
-        self._requests = requests
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -255,15 +245,17 @@ class _Gate:
             status = 499
         except Exception:
             logger.exception("request %s failed", request_id_of(request))
+            self._metrics.counter("solrl_errors_total", kind="InternalError").inc()
             if status == 0:
                 answer = problem(
                     request, 500, "an internal error; the service's log has it by the request id"
                 )
                 await answer(scope, receive, marked_send)
         route = getattr(scope.get("route"), "path", "none")
-        self._requests.labels(route, str(status)).inc()
+        seconds = time.perf_counter() - begin
+        self._metrics.counter("solrl_http_requests_total", route=route, status=str(status)).inc()
+        self._metrics.histogram("solrl_http_request_seconds", route=route).observe(seconds)
         if route not in OPEN_PATHS:
-            seconds = time.perf_counter() - begin
             logger.info(
                 "%s %s %d %.3f s id=%s",
                 request.method,

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import logging
-import queue
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Generic, Literal, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
 from solrl.clients.http import Priority
 from solrl.errors import BusyError, UnavailableError
+from solrl.metrics import Metrics
 
 S = TypeVar("S")
 R = TypeVar("R")
@@ -24,18 +28,55 @@ R = TypeVar("R")
 Lane = Literal["reload"] | Priority
 ORDER: Mapping[str, int] = {"reload": 0, "run": 1, "people": 2, "stop": 3}
 
+#: Seconds after a run's last request in which it is taken to go on.
+RUN_QUIET = 120.0
+
 logger = logging.getLogger("solrl.worker")
+
+
+class Pace:
+    """Bounds the share of the time that people's work takes while a run goes on.
+
+    After t seconds of it, the next begins t (1/share - 1) seconds later at the earliest.
+    """
+
+    def __init__(self, share: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rest = 1 / share - 1
+        self._clock = clock
+        self._run_seen = -math.inf
+        self._free_at = -math.inf
+
+    def run_seen(self) -> None:
+        self._run_seen = self._clock()
+
+    def spent(self, seconds: float) -> None:
+        """People's work took this long."""
+        now = self._clock()
+        if now - self._run_seen <= RUN_QUIET:
+            self._free_at = max(self._free_at, now) + seconds * self._rest
+
+    def wait(self) -> float:
+        """Seconds until people's work may begin; 0 without a run."""
+        now = self._clock()
+        return max(0.0, self._free_at - now) if now - self._run_seen <= RUN_QUIET else 0.0
 
 
 class Worker(Generic[S]):
     """Runs `setup` once, then tasks on what it returned, one at a time.
 
     A request holds a place (`admit`) and submits small tasks one after another, so that between
-    two tasks of a person's large request those of a run get in.
+    two tasks of a person's large request those of a run get in. While a run goes on, people's
+    tasks take at most `people_share` of the time.
     """
 
     def __init__(
-        self, *, name: str, setup: Callable[[], S], places: Mapping[Priority, int]
+        self,
+        *,
+        name: str,
+        setup: Callable[[], S],
+        places: Mapping[Priority, int],
+        people_share: float,
+        metrics: Metrics,
     ) -> None:
         self.failure: Exception | None = None
         self._setup = setup
@@ -43,10 +84,15 @@ class Worker(Generic[S]):
         self._taken: dict[Priority, int] = dict.fromkeys(places, 0)
         self._counting = threading.Lock()
         self._ready = False
+        self._stopping = False
         self._number = itertools.count()
-        self._tasks: queue.PriorityQueue[tuple[int, int, Callable[[S], None] | None]] = (
-            queue.PriorityQueue()
-        )
+        self._tasks: list[tuple[int, int, Callable[[S], None] | None]] = []
+        self._changed = threading.Condition()
+        self._pace = Pace(people_share)
+        self._busy = metrics.counter("solrl_busy_seconds_total")
+        for lane in places:
+            gauge = metrics.gauge("solrl_requests_in_flight", lane=lane)
+            gauge.set_function(partial(self.in_flight, lane))
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._on_failure: Callable[[], None] = lambda: None
 
@@ -57,6 +103,7 @@ class Worker(Generic[S]):
 
     def stop(self) -> None:
         """Finish what is queued, then end the thread; one still in `setup` is abandoned."""
+        self._stopping = True
         self._put("stop", None)
         if self._ready:
             self._thread.join()
@@ -99,18 +146,52 @@ class Worker(Generic[S]):
         def run(state: S) -> None:
             if not future.set_running_or_notify_cancel():
                 return
+            begin = time.perf_counter()
             try:
                 result = task(state)
             except Exception as error:  # goes to whoever waits; the thread lives on
                 future.set_exception(error)
             else:
                 future.set_result(result)
+            seconds = time.perf_counter() - begin
+            self._busy.inc(seconds)
+            self._account(lane, seconds)
 
+        self._account(lane, 0.0)
         self._put(lane, run)
         return future
 
+    @contextmanager
+    def charged(self, lane: Priority) -> Iterator[None]:
+        """Around work for a request that is done outside the thread, such as decoding files."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._account(lane, time.perf_counter() - begin)
+
+    def _account(self, lane: Lane, seconds: float) -> None:
+        with self._changed:
+            if lane == "run":
+                self._pace.run_seen()
+            elif lane == "people":
+                self._pace.spent(seconds)
+
     def _put(self, lane: str, run: Callable[[S], None] | None) -> None:
-        self._tasks.put((ORDER[lane], next(self._number), run))
+        with self._changed:
+            heapq.heappush(self._tasks, (ORDER[lane], next(self._number), run))
+            self._changed.notify()
+
+    def _next(self) -> Callable[[S], None] | None:
+        """The next task, when it may begin; None is the stop mark."""
+        with self._changed:
+            while True:
+                first = self._tasks[0][0] if self._tasks else None
+                paced = first == ORDER["people"] and not self._stopping
+                wait = self._pace.wait() if paced else 0.0
+                if first is not None and wait == 0.0:
+                    return heapq.heappop(self._tasks)[2]
+                self._changed.wait(None if first is None else wait)
 
     def _work(self) -> None:
         try:
@@ -121,7 +202,7 @@ class Worker(Generic[S]):
             return
         self._ready = True
         logger.info("%s is ready", self._thread.name)
-        while (run := self._tasks.get()[2]) is not None:
+        while (run := self._next()) is not None:
             run(state)
 
 

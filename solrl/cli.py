@@ -529,6 +529,24 @@ def export(
 
 
 @app.command()
+def fetch(
+    model: Annotated[str, typer.Argument(metavar="MODEL_ID", help="OWNER/NAME on the Hub.")],
+    revision: Annotated[
+        str, typer.Option(help="Commit, tag or branch; a full commit hash never changes.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to put it in.")],
+) -> None:
+    """Download a diffusers checkpoint once, for `model.base`; again, it needs no network."""
+    from rich.filesize import decimal
+
+    from solrl import fetch as hub
+
+    held = hub.fetch(model, revision, out)
+    size = decimal(sum(held.files.values()))
+    print(f"{out}: {held.model} at {held.commit}, {len(held.files)} files, {size}")
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     import solrl

@@ -42,6 +42,10 @@ class RunSection(Section):
     directory: Path = Field(
         Path("runs"), description="Where run directories lie; shared by all services."
     )
+    adapters: Path | None = Field(
+        None,
+        description="Where behaviour policies are published, in a folder a run; none takes `adapters` in the run's directory. A folder of its own lets explorer and regenerator see adapters and nothing else.",
+    )
     arm: Literal["24-in-96 (NVFP4)"] = Field(
         "24-in-96 (NVFP4)", description="Label of the arm, as in the paper's tables."
     )
@@ -207,6 +211,12 @@ class ServiceSection(Section):
     )
     learner_port: int = Field(
         0, ge=0, le=65535, description="Port of the learner's status HTTP; 0 takes a free one."
+    )
+    people_share: float = Field(
+        0.1,
+        gt=0,
+        le=1,
+        description="Largest share of its time the regenerator or the reward service gives to people's requests while a run goes on.",
     )
 
 

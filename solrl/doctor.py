@@ -24,6 +24,8 @@ PROCESS_BYTES = 0.6 * GIB
 #: Services that hold the model, times copies each: explorer, regenerator, learner (trained + base).
 MODEL_COPIES = 1 + 1 + 3
 SHARED_MEMORY = 64 * 2**20
+#: What a stack of this machine's own is made of.
+EXTRAS = ("", "compute", "triton", "local")
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,11 @@ def packages(config: Config) -> Check:
 
     wrong = []
     needed = [Requirement(text) for text in requires("solrl") or ()]
-    needed = [r for r in needed if r.marker is None or r.marker.evaluate({"extra": ""})]
+    needed = [
+        r
+        for r in needed
+        if r.marker is None or any(r.marker.evaluate({"extra": e}) for e in EXTRAS)
+    ]
     for requirement in needed:
         try:
             found = version(requirement.name)
@@ -87,7 +93,7 @@ def packages(config: Config) -> Check:
         if not requirement.specifier.contains(found, prereleases=True):
             wrong.append(f"{requirement.name} is {found}, not {requirement.specifier}")
     if wrong:
-        cure = "run `make setup`, or `pip install -c constraints.txt -e .`"
+        cure = "run `make setup`, or `pip install -c constraints.txt -e '.[compute,triton,local]'`"
         return Check("packages", "; ".join(wrong), cure)
     return Check("packages", f"{len(needed)} as required")
 

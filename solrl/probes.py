@@ -6,6 +6,7 @@ A probe is asked again and again, so being refused is an answer here and not an 
 from __future__ import annotations
 
 import socket
+import sys
 from urllib.parse import urlsplit
 
 from solrl.errors import ConfigError
@@ -95,3 +96,14 @@ def explorer_ready(target: str) -> str | None:
             return "; ".join(client.status().problems) or None
         except SolrlError as error:
             return str(error)
+
+
+def main(kind: str, address: str) -> None:
+    """`python -m solrl.probes http|grpc|explorer ADDRESS`: exit 1 and say why when not ready."""
+    probe = {"http": http_ready, "grpc": grpc_ready, "explorer": explorer_ready}[kind]
+    if reason := probe(address):
+        sys.exit(f"{address} {reason}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

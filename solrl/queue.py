@@ -8,7 +8,7 @@ for entries that failed too often. Keys of a stack: `solrl:announcements`, `solr
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
@@ -27,6 +27,11 @@ ANNOUNCEMENTS = "solrl:announcements"
 ACTIVE_RUN = "solrl:active-run"
 #: Seconds a replica's registration lives without being renewed.
 REPLICA_TTL = 15
+#: Appends unless the stream is full, in one step: two writers must not both find the last place.
+PUT = """
+if redis.call("XLEN", KEYS[1]) >= tonumber(ARGV[1]) then return nil end
+return redis.call("XADD", KEYS[1], "*", "json", ARGV[2])
+"""
 
 
 @contextmanager
@@ -87,6 +92,7 @@ class Stream(Generic[R]):
         max_deliveries: int = 5,
     ) -> None:
         self._redis = client
+        self._put = client.register_script(PUT)
         self._record = record
         self._limit = limit
         self._idle_ms = int(idle_seconds * 1000)
@@ -109,12 +115,13 @@ class Stream(Generic[R]):
 
     def put(self, record: R) -> str:
         """Append; BusyError when `limit` entries are waiting."""
-        if len(self) >= self._limit:
+        entry_id = self._put(keys=[self.key], args=[self._limit, record.model_dump_json()])
+        if entry_id is None:
             raise BusyError(
                 f"queue {self.key} holds {self._limit} entries, its bound; "
                 "its reader is slow or gone"
             )
-        return str(self._redis.xadd(self.key, {"json": record.model_dump_json()}))
+        return str(entry_id)
 
     def take(self, consumer: str, *, count: int = 1, wait: float = 1.0) -> list[Delivery[R]]:
         """Entries whose reader went silent first, else new ones; [] after `wait` seconds."""
@@ -187,6 +194,36 @@ class Stream(Generic[R]):
         """Drop everything waiting; the learner does it when it starts or resumes a run."""
         self._redis.delete(self.key)
         self.ensure_group()
+
+
+@dataclass(frozen=True)
+class Backlog:
+    """What waits in a run's streams: entries, and the age of the oldest in seconds, by stream."""
+
+    entries: dict[str, int]
+    oldest: dict[str, float]
+    dead: int
+
+
+def backlog(
+    client: redis.Redis, run: str, names: Sequence[str] = ("prompts", "selected")
+) -> Backlog:
+    """Look without taking; ages are by the server's own clock."""
+    with client.pipeline(transaction=False) as pipe:
+        pipe.time()
+        pipe.xlen(f"{run}:dead")
+        for name in names:
+            pipe.xlen(f"{run}:{name}")
+            pipe.xrange(f"{run}:{name}", count=1)
+        answers: list[Any] = pipe.execute()
+    (seconds, micro), dead, *rest = answers
+    now = seconds + micro / 1e6
+    oldest = {
+        # An entry's id begins with the milliseconds of its time.
+        name: max(0.0, now - int(first[0][0].partition("-")[0]) / 1000) if first else 0.0
+        for name, first in zip(names, rest[1::2], strict=True)
+    }
+    return Backlog(dict(zip(names, rest[::2], strict=True)), oldest, dead)
 
 
 def announce(client: redis.Redis, announcement: Announcement) -> None:

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from solrl import queue
 from solrl.adapters import read_manifest
 from solrl.errors import AdapterError, InputError, SolrlError, UnavailableError
+from solrl.metrics import Metrics
 from solrl.records import Announcement, ReplicaState
 
 #: Seconds between registrations; well below queue.REPLICA_TTL.
@@ -65,9 +66,16 @@ class Watcher:
     """
 
     def __init__(
-        self, redis_url: str, *, identity: ReplicaState, load: Callable[[Path], Reloaded]
+        self,
+        redis_url: str,
+        *,
+        identity: ReplicaState,
+        load: Callable[[Path], Reloaded],
+        metrics: Metrics,
     ) -> None:
         self.state = identity
+        self._metrics = metrics
+        metrics.gauge("solrl_policy_version").set(-1)
         self._problem: str | None = f"Redis at {redis_url} was not reached yet"
         self._url = redis_url
         self._load = load
@@ -93,7 +101,11 @@ class Watcher:
         """Load one adapter by hand; refusals are raised, and change nothing."""
         with self._loading:
             before = self.state
-            answer = self._load(folder)
+            try:
+                answer = self._load(folder)
+            except SolrlError:
+                self._metrics.counter("solrl_reloads_refused_total").inc()
+                raise
             # Trying an older version by hand must not let an older learner back in.
             served = before.epoch or 0 if before.run == answer.run else 0
             self._took(answer, epoch=max(answer.epoch, served))
@@ -113,6 +125,13 @@ class Watcher:
                 "error": None,
             }
         )
+        self._metrics.gauge("solrl_policy_version").set(answer.version)
+        self._metrics.histogram("solrl_reload_seconds").observe(answer.seconds)
+        for modules, count in (
+            ("bound", answer.modules_bound),
+            ("expected", answer.modules_expected),
+        ):
+            self._metrics.gauge("solrl_reload_modules", modules=modules).set(count)
         logger.info(
             "serving version %d of run %s: %d of %d modules bound in %.3f s",
             answer.version,
@@ -168,6 +187,7 @@ class Watcher:
         except (SolrlError, ValidationError) as error:
             if self.state.error != str(error):
                 logger.error("announced adapter not loaded: %s", error)
+                self._metrics.counter("solrl_reloads_refused_total").inc()
             self.state = self.state.model_copy(update={"error": str(error)})
             return isinstance(error, (InputError, ValidationError))
         return True

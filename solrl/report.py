@@ -108,6 +108,15 @@ def write(run: Path, evaluated: Evaluated, sheets: dict[str, Sheet]) -> None:
     rebuild(run)
 
 
+def evaluated_at(run: Path) -> int | None:
+    """Iterations done when the run was evaluated; None when it was not."""
+    try:
+        evaluated = Evaluated.model_validate_json((run / EVALUATED).read_bytes())
+    except FileNotFoundError:
+        return None
+    return int(Path(evaluated.adapter).name)
+
+
 def rebuild(run: Path) -> None:
     """(Re)write report.json and report.html of a finished run. ConfigError when it has none."""
     if not (run / EVALUATED).is_file():

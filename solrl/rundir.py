@@ -22,7 +22,12 @@ from solrl.errors import BusyError, ConfigError, SolrlError
 from solrl.training import Trainer
 
 #: Settings a resumed run may change; everything else decides what the run is.
-RESUME_MAY_CHANGE = {("run", "iterations"), ("run", "directory"), ("run", "keep_checkpoints")}
+RESUME_MAY_CHANGE = {
+    ("run", "iterations"),
+    ("run", "directory"),
+    ("run", "adapters"),
+    ("run", "keep_checkpoints"),
+}
 RESUME_MAY_CHANGE_SECTIONS = {"services", "evaluate"}
 
 
@@ -94,7 +99,9 @@ class RunDirectory:
         self._lock.close()
 
     def adapter_folder(self, version: int) -> Path:
-        return self.path / "adapters" / str(version)
+        apart = self.config.run.adapters
+        folder = self.path / "adapters" if apart is None else apart / self.config.run.name
+        return folder / str(version)
 
     def save_checkpoint(
         self, trainer: Trainer, *, iterations_done: int, parent_adapter: str | None

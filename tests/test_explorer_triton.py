@@ -22,7 +22,6 @@ import numpy as np
 import psutil
 import pytest
 import tritonclient.grpc as stock
-from prometheus_client import CollectorRegistry
 from serving import FakeScorer, eventually, free_port, running
 from tiny import model_section, publish_adapter, write_pipeline
 from tritonclient.utils import InferenceServerException
@@ -42,6 +41,7 @@ from solrl.config import (
     to_toml,
 )
 from solrl.errors import InputError, SolrlError, UnavailableError, VersionError
+from solrl.metrics import Metrics
 from solrl.probes import grpc_ready
 from solrl.queue import Stream
 from solrl.records import Announcement, PromptRecord, SelectionRecord
@@ -136,9 +136,9 @@ def explorer(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @contextmanager
 def reward_service(config: Config) -> Iterator[None]:
-    registry = CollectorRegistry()
-    service = RewardService(config, load=lambda: {"brightness": FakeScorer()}, registry=registry)
-    with running(reward_app.build(config, service, registry), config.services.reward):
+    metrics = Metrics("reward")
+    service = RewardService(config, load=lambda: {"brightness": FakeScorer()}, metrics=metrics)
+    with running(reward_app.build(config, service, metrics), config.services.reward):
         yield
 
 
@@ -413,7 +413,7 @@ def test_metrics_are_served(explorer: Explorer) -> None:
     (url,) = set(re.findall(r"http://\S+/metrics", explorer.log("services.explorer")))
     text = httpx.get(url, timeout=30, trust_env=False).text
     for name in ("candidates_total", "phase_seconds_bucket", "policy_version", "ready"):
-        assert f"solrl_explorer_{name}" in text
+        assert f"solrl_{name}" in text
 
 
 def test_a_taken_port_is_one_clear_message(explorer: Explorer) -> None:

@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.explorer.triton_client import Batch, CancelledCall, Policy, TritonClient
-from solrl.clients.http import FIRST_WAIT, LONGEST_WAIT, retrying
+from solrl.clients.http import FIRST_WAIT, LONGEST_WAIT, Priority, retrying
 from solrl.clients.reward import RewardClient, RewardInfo, Scores
 from solrl.errors import InputError, UnavailableError, VersionError
+from solrl.metrics import Metrics
 from solrl.records import Candidate
 from solrl.seeds import check_seed
 from solrl.selection import Rank, select_extremes
@@ -285,3 +286,16 @@ def _outcome(ask: Ask, batches: list[Batch], scores: list[Scores], scored: list[
         seconds_score=sum(one.seconds for one in scores),
         truncated=first.truncated,
     )
+
+
+def count(metrics: Metrics, lane: Priority, outcome: Outcome) -> None:
+    """Count one exploration that came to its end."""
+    candidates, precision = len(outcome.candidates), outcome.precision
+    metrics.counter("solrl_explorations_total", lane=lane).inc()
+    metrics.counter("solrl_candidates_total", lane=lane, precision=precision).inc(candidates)
+    metrics.counter("solrl_excluded_candidates_total").inc(outcome.excluded)
+    metrics.counter("solrl_images_total", precision=precision).inc(candidates)
+    metrics.counter("solrl_nfe_total", precision=precision).inc(outcome.nfe)
+    metrics.counter("solrl_busy_seconds_total").inc(outcome.seconds_explore)
+    metrics.histogram("solrl_phase_seconds", phase="explore").observe(outcome.seconds_explore)
+    metrics.histogram("solrl_phase_seconds", phase="score").observe(outcome.seconds_score)

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from prometheus_client import start_http_server
 
-from services.explorer.explore import Ask, Outcome, Scored, explore
-from services.explorer.metrics import Metrics
+from services.explorer.explore import Ask, Outcome, Scored, count, explore
 from services.explorer.neighbours import Neighbours
 from services.explorer.queue_loop import QueueLoop
 from services.explorer.triton_client import CancelledCall, Policy, TritonClient
@@ -45,6 +44,7 @@ from solrl.errors import (
     UnavailableError,
     VersionError,
 )
+from solrl.metrics import Metrics
 from solrl.probes import port_is_free, split_address
 from solrl.replica import replica_id
 from solrl.stack import free_ports
@@ -98,7 +98,8 @@ class Gateway(explorer_pb2_grpc.ExplorerServicer):
             if not self._free.acquire(blocking=False):
                 raise BusyError(f"{CALLS} explorations are running; try again shortly")
             try:
-                with self._metrics.in_flight.labels("call").track_inprogress():
+                in_flight = self._metrics.gauge("solrl_requests_in_flight", lane="people")
+                with in_flight.track_inprogress():
                     yield from self._explore(ask, context, thumbnails=request.thumbnails)
             finally:
                 self._free.release()
@@ -120,7 +121,7 @@ class Gateway(explorer_pb2_grpc.ExplorerServicer):
             cancelled=over.is_set,
         ):
             if isinstance(event, Outcome):
-                self._metrics.explored("call", event)
+                count(self._metrics, "people", event)
                 yield pb.ExploreEvent(selection=_selection(ask, event))
             else:
                 yield pb.ExploreEvent(candidate=_candidate(event, thumbnails=thumbnails))
@@ -175,7 +176,7 @@ class Gateway(explorer_pb2_grpc.ExplorerServicer):
             yield
         except SolrlError as error:
             kind = type(error).__name__
-            self._metrics.errors.labels("call", kind).inc()
+            self._metrics.counter("solrl_errors_total", kind=kind).inc()
             code = next((c for k, c in STATUS if isinstance(error, k)), grpc.StatusCode.UNAVAILABLE)
             context.set_trailing_metadata(((ERROR_KEY, kind),))
             # Metadata travels in HTTP/2 headers, which are bounded.
@@ -300,18 +301,20 @@ def run(config: Config) -> None:
                 f"port {taken} on {host} is taken by another program; stop that one, or name "
                 f"another port (services.explorer = {services.explorer!r}, SOLRL_METRICS_PORT)"
             )
-    metrics = Metrics()
+    metrics = Metrics("explorer")
     triton = TritonClient(services.triton)
     people = RewardClient(services.reward, timeout=services.call_timeout, priority="people")
     runs = RewardClient(services.reward, timeout=services.call_timeout, priority="run")
     states = health.HealthServicer()
 
     def show(ready: bool) -> None:
-        metrics.ready.set(ready)
+        metrics.gauge("solrl_ready").set(ready)
         for name in ("", SERVICE):
             states.set(name, _serving(ready))
 
-    neighbours = Neighbours(services, replica=replica, triton=triton, reward=runs, changed=show)
+    neighbours = Neighbours(
+        services, replica=replica, triton=triton, reward=runs, metrics=metrics, changed=show
+    )
     queue_loop = QueueLoop(
         services,
         replica=replica,

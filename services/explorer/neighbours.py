@@ -12,6 +12,7 @@ from services.explorer.triton_client import Reload, TritonClient
 from solrl.clients.reward import RewardClient
 from solrl.config import ServiceSection
 from solrl.errors import SolrlError, UnavailableError
+from solrl.metrics import Metrics
 from solrl.records import ReplicaState
 from solrl.replica import Watcher
 
@@ -36,6 +37,7 @@ class Neighbours:
         replica: str,
         triton: TritonClient,
         reward: RewardClient,
+        metrics: Metrics,
         changed: Callable[[bool], None],
     ) -> None:
         self.problems: tuple[str, ...] = (f"Triton at {triton.target} was not reached yet",)
@@ -43,6 +45,7 @@ class Neighbours:
         self._services = services
         self._triton = triton
         self._reward = reward
+        self._metrics = metrics
         self._changed = changed
         # Every load takes it, so that nothing is restored over a load that is under way.
         self._loading = threading.Lock()
@@ -106,7 +109,10 @@ class Neighbours:
                 )
         if self._watcher is None:
             self._watcher = Watcher(
-                self._services.redis, identity=self._identity(status), load=self._load
+                self._services.redis,
+                identity=self._identity(status),
+                load=self._load,
+                metrics=self._metrics,
             )
             self._watcher.start()
 

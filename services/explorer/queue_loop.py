@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import redis
 from pydantic import ValidationError
 
-from services.explorer.explore import Ask, Outcome, Scored, explore
-from services.explorer.metrics import Metrics
+from services.explorer.explore import Ask, Outcome, Scored, count, explore
 from services.explorer.triton_client import CancelledCall, TritonClient
 from solrl import queue
 from solrl.clients.reward import RewardClient
 from solrl.config import ServiceSection
 from solrl.errors import BusyError, InputError, SolrlError, UnavailableError, VersionError
+from solrl.metrics import Metrics
 from solrl.queue import Delivery, Stream
 from solrl.records import PromptRecord, SelectionRecord
 from solrl.seeds import candidate_seed
@@ -145,14 +145,15 @@ class QueueLoop:
             if record.epoch < streams.epoch:
                 logger.info("%s is of epoch %d, long gone; dropped", name, record.epoch)
             else:
-                with self._metrics.in_flight.labels("queue").track_inprogress():
+                in_flight = self._metrics.gauge("solrl_requests_in_flight", lane="run")
+                with in_flight.track_inprogress():
                     self._answer(streams, record)
                 logger.info("%s: selected", name)
             self._insist(lambda: streams.prompts.done(delivery.entry_id))
         except CancelledCall:
             logger.info("%s: stopped; it stays pending", name)
         except (SolrlError, redis.RedisError) as error:
-            self._metrics.errors.labels("queue", type(error).__name__).inc()
+            self._metrics.counter("solrl_errors_total", kind=type(error).__name__).inc()
             if isinstance(error, InputError) and not isinstance(error, VersionError):
                 logger.error("%s can never be explored: %s", name, error)
                 fields, reason = {"json": record.model_dump_json()}, str(error)
@@ -161,12 +162,13 @@ class QueueLoop:
                 logger.error("%s failed and stays pending: %s", name, error)
         except Exception:
             # A future's exception would be seen by nobody.
+            self._metrics.counter("solrl_errors_total", kind="InternalError").inc()
             logger.exception("%s failed and stays pending", name)
 
     def _answer(self, streams: Streams, record: PromptRecord) -> None:
         self._wait_for_version(record)
         outcome = self._explore(record)
-        self._metrics.explored("queue", outcome)
+        count(self._metrics, "run", outcome)
         selection = selection_record(record, outcome, self._replica)
         self._insist(lambda: streams.selected.put(selection))
 

@@ -1,9 +1,12 @@
-"""`python -m services.explorer.triton --config F`: runs the packaged Triton server and watches it.
+"""`python -m services.explorer.triton --config F`: runs a Triton server and watches it.
+
+The server is the packaged one, or the one installed in the folder that SOLRL_TRITON_SERVER names,
+as in NVIDIA's own container.
 
 Triton never restarts a Python stub that died, and goes on saying that it is ready. So the model
 itself is asked every few seconds; when it does not answer, everything is ended and the exit status
 is 1, for whoever supervises this process to start it again. The gateway then loads the announced
-adapter once more. In production NVIDIA's own container serves the same model repository.
+adapter once more.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ import sysconfig
 import tempfile
 import threading
 import time
-from importlib.metadata import distribution, version
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 import psutil
@@ -31,8 +35,6 @@ from solrl.probes import port_is_free, split_address
 from solrl.stack import free_ports
 from solrl.supervise import STACK_ID, spawn_tethered
 
-#: Found without importing the wheel's own wrapper, which takes longer than all the rest here.
-PACKAGED = Path(str(distribution("nvidia-pytriton").locate_file("pytriton/tritonserver")))
 REPOSITORY = Path(__file__).parent / "model_repository"
 #: Seconds the model may take to load; a cold compilation is part of it.
 START_TIMEOUT = 900.0
@@ -47,7 +49,43 @@ EXIT_TIMEOUT = 5
 logger = logging.getLogger("solrl.explorer.triton")
 
 
-def backend_folder(cache: Path) -> Path:
+@dataclass(frozen=True)
+class Server:
+    """A Triton to run; `libraries` are folders its loader has to search first."""
+
+    binary: Path
+    backends: Path
+    libraries: tuple[Path, ...] = ()
+
+
+def find_server(cache: Path) -> Server:
+    """The installed server that SOLRL_TRITON_SERVER names, else the packaged one; ConfigError."""
+    if installed := os.environ.get("SOLRL_TRITON_SERVER"):
+        server = Server(Path(installed, "bin", "tritonserver"), Path(installed, "backends"))
+        for needed in (server.binary, server.backends / "python"):
+            if not needed.exists():
+                raise ConfigError(
+                    f"SOLRL_TRITON_SERVER = {installed!r}: there is no {needed}; name the folder "
+                    "Triton is installed in, or leave it out to run the packaged one"
+                )
+        return server
+    try:
+        wheel = distribution("nvidia-pytriton")
+    except PackageNotFoundError as error:
+        raise ConfigError(
+            "no Triton is here: install nvidia-pytriton (extra `triton`), or name the folder of "
+            "an installed server in SOLRL_TRITON_SERVER"
+        ) from error
+    # Found without importing the wheel's own wrapper, which takes longer than all the rest here.
+    packaged = Path(str(wheel.locate_file("pytriton/tritonserver")))
+    return Server(
+        packaged / "bin" / "tritonserver",
+        _backend_folder(packaged, cache),
+        (packaged.parents[1] / "nvidia_pytriton.libs", Path(sysconfig.get_config_var("LIBDIR"))),
+    )
+
+
+def _backend_folder(packaged: Path, cache: Path) -> Path:
     """Triton's backend directory, put together once: its library, its module, this Python's stub.
 
     The wheel ships the stubs elsewhere and without the right to be executed.
@@ -55,9 +93,9 @@ def backend_folder(cache: Path) -> Path:
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     folder = (cache / f"triton-{version('nvidia-pytriton')}-py{python}").resolve()
     files = [
-        PACKAGED / "backends" / "python" / "libtriton_python.so",
-        PACKAGED / "backends" / "python" / "triton_python_backend_utils.py",
-        PACKAGED / "python_backend_stubs" / python / "triton_python_backend_stub",
+        packaged / "backends" / "python" / "libtriton_python.so",
+        packaged / "backends" / "python" / "triton_python_backend_utils.py",
+        packaged / "python_backend_stubs" / python / "triton_python_backend_stub",
     ]
     if absent := [str(file) for file in files if not file.is_file()]:
         raise ConfigError(
@@ -78,9 +116,9 @@ def backend_folder(cache: Path) -> Path:
     return folder
 
 
-def environment(config_file: Path, cache: Path) -> dict[str, str]:
+def environment(server: Server, config_file: Path, cache: Path) -> dict[str, str]:
     """What server and stub need to find: libraries, this environment's Python, the config."""
-    libraries = [PACKAGED.parents[1] / "nvidia_pytriton.libs", sysconfig.get_config_var("LIBDIR")]
+    libraries = [*server.libraries, os.environ.get("LD_LIBRARY_PATH")]
     roots = [Path(__file__).resolve().parents[2], os.environ.get("PYTHONPATH")]
     # The file is resolved already; variables must not win over it a second time.
     kept = {key: value for key, value in os.environ.items() if not key.startswith("SOLRL__")}
@@ -89,7 +127,7 @@ def environment(config_file: Path, cache: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TORCHINDUCTOR_CACHE_DIR": str((cache / "inductor").resolve()),
         **kept,
-        "LD_LIBRARY_PATH": os.pathsep.join(map(str, libraries)),
+        "LD_LIBRARY_PATH": os.pathsep.join(str(folder) for folder in libraries if folder),
         # The stub takes the packages of the first python3 in PATH.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
         "PYTHONPATH": os.pathsep.join(str(root) for root in roots if root),
@@ -98,16 +136,16 @@ def environment(config_file: Path, cache: Path) -> dict[str, str]:
 
 
 def command(
-    backends: Path, prefix: str, *, host: str, grpc: int, http: int, metrics: int
+    server: Server, prefix: str, *, host: str, grpc: int, http: int, metrics: int
 ) -> list[str]:
     """The server's command line."""
     return [
-        str(PACKAGED / "bin" / "tritonserver"),
+        str(server.binary),
         f"--model-repository={REPOSITORY}",
         "--model-control-mode=explicit",
         f"--load-model={MODEL}",
         "--disable-auto-complete-config",
-        f"--backend-directory={backends}",
+        f"--backend-directory={server.backends}",
         f"--backend-config=python,shm-region-prefix-name={prefix}",
         "--backend-config=python,shm-default-byte-size=16777216",
         f"--exit-timeout-secs={EXIT_TIMEOUT}",
@@ -135,20 +173,20 @@ def serve(config: Config, stopping: threading.Event) -> None:
     family = f"{os.environ.get(STACK_ID, 'solrl')}-triton-{port}-"
     _remove_shared_memory(family)
     cache = config.model.cache
-    backends = backend_folder(cache)
+    triton = find_server(cache)
     with tempfile.TemporaryDirectory(prefix="solrl-triton-") as folder:
         config_file = Path(folder) / "config.toml"
         config_file.write_text(to_toml(config))
         server = spawn_tethered(
             command(
-                backends,
+                triton,
                 f"{family}{os.getpid()}-",
                 host=host,
                 grpc=port,
                 http=http,
                 metrics=metrics,
             ),
-            environment=environment(config_file, cache),
+            environment=environment(triton, config_file, cache),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )

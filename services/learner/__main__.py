@@ -34,20 +34,26 @@ EXIT_PAUSED = 3
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code: 0 done, 2 configuration, 3 paused (go on with --resume), 130 interrupted."""
-    resume = "--resume" in arguments
+    """Exit code: 0 done, 2 configuration, 3 paused (go on with --resume), 130 interrupted.
+
+    --serve is for a container that may be started again at any time: begin the run or go on with
+    it, and when it is finished keep answering until stopped.
+    """
+    serve = "--serve" in arguments
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     quiet_libraries()
     warnings.filterwarnings("ignore", message="Already found a `peft_config`")
     console = Console()
     try:
-        config = config_from([a for a in arguments if a != "--resume"])
+        config = config_from([a for a in arguments if a not in ("--resume", "--serve")])
         check_prompts(config)
+        begun = (config.run.directory / config.run.name / "config.toml").is_file()
+        resume = "--resume" in arguments or (serve and begun)
         directory = RunDirectory.resume(config) if resume else RunDirectory.create(config)
     except (SolrlError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    control = Control(config.run.name, config.run.iterations, console)
+    control = Control(config.run.name, config.run.arm, config.run.iterations, console)
     _obey_signals(control)
     try:
         _serve_status(config, control)
@@ -55,8 +61,14 @@ def main(arguments: Sequence[str]) -> int:
         try:
             learner.check_scorers()
             learner.train()
-            control.state("evaluating")
-            _evaluate(config, learner, control, console)
+            if serve and report.evaluated_at(directory.path) == learner.done:
+                control.say(f"run {config.run.name} is finished: {directory.path}/report.html")
+            else:
+                control.state("evaluating")
+                _evaluate(config, learner, control, console)
+            control.state("finished")
+            if serve:
+                threading.Event().wait()  # until a signal comes
         finally:
             learner.close()
     except ConfigError as error:
@@ -67,11 +79,11 @@ def main(arguments: Sequence[str]) -> int:
     except (OSError, sqlite3.OperationalError) as error:
         return _paused(config, f"{directory.path} could not be written or read: {error}")
     except KeyboardInterrupt:
-        print(f"interrupted: run {config.run.name} goes on with --resume", file=sys.stderr)
-        return 130
+        if control.status.state != "finished":
+            print(f"interrupted: run {config.run.name} goes on with --resume", file=sys.stderr)
+            return 130
     finally:
         directory.close()
-    control.state("finished")
     return 0
 
 
@@ -137,6 +149,11 @@ def _evaluate(config: Config, learner: Learner, control: Control, console: Conso
             for prompts, pictures in sets.values()
         )
         bar = progress.add_task("evaluating: base and tuned", total=total)
+
+        def advance(pictures: int) -> None:
+            control.alive()
+            progress.advance(bar, pictures)
+
         for label, guidance in (("plain", 1.0), ("guided", config.evaluate.guidance)):
             results[label] = {}
             for prompt_set, (prompts, pictures) in sets.items():
@@ -151,7 +168,7 @@ def _evaluate(config: Config, learner: Learner, control: Control, console: Conso
                         pictures=pictures,
                         guidance=guidance,
                         config=config,
-                        progress=lambda n: progress.advance(bar, n),
+                        progress=advance,
                     )
                     for policy in (None, ema)
                 )

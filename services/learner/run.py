@@ -81,6 +81,13 @@ class Learner:
             RewardClient(config.services.reward, timeout=timeout),
             control.waiting_for,
         )
+        self._scraped = redis.Redis.from_url(
+            config.services.redis,
+            decode_responses=True,
+            socket_timeout=1.0,
+            socket_connect_timeout=1.0,
+        )
+        control.metrics.refreshed_by(self._measure_redis)
 
     def check_scorers(self) -> None:
         """Both scorers must take every prompt they will meet; known now, not after training."""
@@ -109,6 +116,25 @@ class Learner:
     def close(self) -> None:
         self._ledger.close()
         self._writer.close()
+
+    def _measure_redis(self) -> None:
+        """Queue and replicas as they are now; what was seen last while Redis is away."""
+        metrics = self._control.metrics
+        try:
+            waiting = queue.backlog(self._scraped, self._config.run.name)
+            replicas = queue.replicas(self._scraped)
+        except redis.RedisError:
+            return
+        for name, entries in waiting.entries.items():
+            metrics.gauge("solrl_queue_entries", queue=name).set(entries)
+            metrics.gauge("solrl_queue_oldest_seconds", queue=name).set(waiting.oldest[name])
+        metrics.gauge("solrl_queue_dead_entries").set(waiting.dead)
+        staleness = "solrl_replica_staleness_versions"
+        metrics.gauge(staleness).clear()
+        for state in replicas:
+            mine = state.run == self._config.run.name
+            behind = self.done - (state.version or 0) if mine else self.done + 1
+            metrics.gauge(staleness, kind=state.kind, replica=state.id).set(behind)
 
     # --- one iteration -------------------------------------------------------------------------
 

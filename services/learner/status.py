@@ -10,17 +10,21 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry, Counter, Gauge
 from pydantic import BaseModel
 from rich.console import Console
 
 from services.http import create_app
+from solrl.metrics import KNOWN, STATES, Metrics
 
 Wish = Literal["run", "pause", "stop"]
 
 
+#: Phases in which the learner itself computes; in the others it waits for a neighbour.
+COMPUTING = ("train", "evaluate")
+
+
 class Status(BaseModel):
-    """`state`: starting | running | waiting | paused | stopping | evaluating | finished."""
+    """`state` is one of solrl.metrics.STATES."""
 
     run: str
     state: str
@@ -36,7 +40,7 @@ class Status(BaseModel):
 class Control:
     """Shared by the run's thread, which reports, and the HTTP server's, which asks."""
 
-    def __init__(self, run: str, iterations: int, console: Console) -> None:
+    def __init__(self, run: str, arm: str, iterations: int, console: Console) -> None:
         self._lock = threading.Lock()
         self._wish: Wish = "run"
         self._changed = threading.Event()
@@ -46,29 +50,17 @@ class Control:
         self._spoken = ("", 0.0)
         self.phases: dict[str, float] = {}
         self.status = Status(run=run, state="starting", iterations=iterations)
-        self.registry = CollectorRegistry()
-        self._iterations = Counter(
-            "solrl_iterations_total", "Iterations finished.", registry=self.registry
-        )
-        self._version = Gauge(
-            "solrl_policy_version", "Behaviour policy version served.", registry=self.registry
-        )
-        self._gauges = {
-            name: Gauge(f"solrl_{name}", text, registry=self.registry)
-            for name, text in {
-                "reward_all": "Mean proxy reward of all candidates.",
-                "reward_kept": "Mean true reward of the kept candidates.",
-                "contrast": "Mean true reward of kept best minus kept worst.",
-                "kendall_tau": "Rank agreement of the audited candidates.",
-                "kl": "Mean squared distance to the base velocity.",
-            }.items()
-        }
-        self._seconds = Counter(
-            "solrl_phase_seconds_total",
-            "Wall seconds by phase.",
-            ["phase"],
-            registry=self.registry,
-        )
+        self.metrics = Metrics("learner")
+        self.metrics.gauge("solrl_run_info", run=run, arm=arm).set(1)
+        self.metrics.gauge("solrl_iterations_planned").set(iterations)
+        self.metrics.gauge("solrl_policy_version").set(-1)
+        # Not known is not 0.
+        for name in ("reward_contrast", "rank_agreement_tau", "rank_agreement_ceiling_tau", "kl"):
+            self.metrics.gauge(f"solrl_{name}").set(math.nan)
+        for candidates in KNOWN["candidates"]:
+            self.metrics.gauge("solrl_reward_mean", candidates=candidates).set(math.nan)
+        self.alive()
+        self._show_state()
 
     # --- asked for from outside ----------------------------------------------------------------
 
@@ -103,9 +95,17 @@ class Control:
         self._first = done
         self._begin = time.monotonic()
         self._add(seconds)
+        self.metrics.gauge("solrl_iterations_done").set(done)
+        self.metrics.gauge("solrl_policy_version").set(done)
+        self.alive()
         self._set(state="running", iterations_done=done, policy_version=done)
 
+    def alive(self) -> None:
+        """The run got on, if only by a little."""
+        self.metrics.gauge("solrl_progress_timestamp_seconds").set_to_current_time()
+
     def progress(self, iteration: int, groups: int) -> None:
+        self.alive()
         self._set(state="running", reason=f"iteration {iteration}: {groups} prompts regenerated")
 
     def finished(
@@ -123,11 +123,7 @@ class Control:
             metrics=dict(metrics),
             seconds=dict(seconds),
         )
-        self._iterations.inc()
-        self._version.set(version)
-        for name, gauge in self._gauges.items():
-            if name in metrics:
-                gauge.set(metrics[name])
+        self._measure(done, version, metrics, seconds)
         tau = metrics["kendall_tau"]
         phases = " ".join(
             f"{name} {seconds.get(name, 0.0):.1f}"
@@ -142,7 +138,30 @@ class Control:
             f"| s: {phases} |  policy v{version}  ETA {eta // 60:.0f}m{eta % 60:02.0f}s{note}"
         )
 
+    def _measure(
+        self, done: int, version: int, metrics: Mapping[str, Any], seconds: Mapping[str, float]
+    ) -> None:
+        self.alive()
+        exported = self.metrics
+        exported.counter("solrl_iterations_total").inc()
+        exported.gauge("solrl_iterations_done").set(done)
+        exported.gauge("solrl_policy_version").set(version)
+        exported.histogram("solrl_iteration_seconds").observe(sum(seconds.values()))
+        for candidates in ("all", "kept"):
+            mean = metrics[f"reward_{candidates}"]
+            exported.gauge("solrl_reward_mean", candidates=candidates).set(mean)
+        exported.gauge("solrl_reward_contrast").set(metrics["contrast"])
+        exported.gauge("solrl_kl").set(metrics["kl"])
+        if math.isfinite(metrics["kendall_tau"]):  # not every iteration is audited
+            exported.gauge("solrl_rank_agreement_tau").set(metrics["kendall_tau"])
+            ceiling = metrics["kendall_tau_ceiling"]
+            exported.gauge("solrl_rank_agreement_ceiling_tau").set(ceiling)
+        exported.counter("solrl_excluded_candidates_total").inc(metrics["excluded_candidates"])
+        exported.counter("solrl_zero_spread_groups_total").inc(metrics["zero_spread_groups"])
+        exported.counter("solrl_non_finite_total").inc("not finite" in metrics["skipped"])
+
     def state(self, state: str) -> None:
+        self.alive()
         self._set(state=state)
 
     def add_seconds(self, phase: str, seconds: float) -> None:
@@ -150,12 +169,20 @@ class Control:
 
     def _add(self, seconds: Mapping[str, float]) -> None:
         for phase, value in seconds.items():
+            value = max(value, 0.0)  # noqa: PLW2901
             self.phases[phase] = self.phases.get(phase, 0.0) + value
-            self._seconds.labels(phase).inc(max(value, 0.0))
+            self.metrics.histogram("solrl_phase_seconds", phase=phase).observe(value)
+            if phase in COMPUTING:
+                self.metrics.counter("solrl_busy_seconds_total").inc(value)
 
     def _set(self, **changes: Any) -> None:
         with self._lock:
             self.status = self.status.model_copy(update=changes)
+            self._show_state()
+
+    def _show_state(self) -> None:
+        for state in STATES:
+            self.metrics.gauge("solrl_run_state", state=state).set(state == self.status.state)
 
 
 def create_status_app(control: Control) -> FastAPI:
@@ -168,7 +195,7 @@ def create_status_app(control: Control) -> FastAPI:
     app = create_app(
         service="learner",
         description="Status and control of one run.",
-        registry=control.registry,
+        metrics=control.metrics,
         problems=lambda: ["starting"] if control.status.state == "starting" else [],
         lifespan=lifespan,
         max_body=1 << 16,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import torch
-from prometheus_client import CollectorRegistry
 
 from services.http import serve
 from services.launch import main
@@ -13,6 +12,7 @@ from services.regenerator.app import build
 from services.regenerator.service import Service
 from solrl.config import Config
 from solrl.generator import Generator
+from solrl.metrics import Metrics
 
 
 def run(config: Config) -> None:
@@ -24,9 +24,9 @@ def run(config: Config) -> None:
             micro_batch=config.regenerate.micro_batch,
         )
 
-    registry = CollectorRegistry()
-    service = Service(config, load=load, registry=registry)
-    serve(build(service, registry), config.services.regenerator)
+    metrics = Metrics("regenerator")
+    service = Service(config, load=load, metrics=metrics)
+    serve(build(service, metrics), config.services.regenerator)
     if service.worker.failure is not None:
         raise service.worker.failure
 

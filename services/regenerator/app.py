@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from fastapi import Depends, FastAPI, Request, Response
-from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.http import create_app, json_only, lane_of
@@ -20,6 +19,7 @@ from services.regenerator.service import Order, Result, Service
 from services.worker import outcome
 from solrl.clients.regenerator import RegeneratorStatus, ReloadAnswer
 from solrl.clients.tensors import CONTENT_TYPE, pack
+from solrl.metrics import Metrics
 from solrl.picture_files import png_base64
 from solrl.seeds import SEED_LIMIT
 
@@ -67,7 +67,7 @@ class AdapterRequest(BaseModel):
     path: str = Field(min_length=1, max_length=4096)
 
 
-def build(service: Service, registry: CollectorRegistry) -> FastAPI:
+def build(service: Service, metrics: Metrics) -> FastAPI:
     """The app around one service, which it starts and stops."""
 
     @asynccontextmanager
@@ -79,7 +79,7 @@ def build(service: Service, registry: CollectorRegistry) -> FastAPI:
     app = create_app(
         service="regenerator",
         description="Makes the pictures of given seeds at high precision.",
-        registry=registry,
+        metrics=metrics,
         problems=service.problems,
         lifespan=lifespan,
         max_body=MAX_BODY,
@@ -102,15 +102,17 @@ def build(service: Service, registry: CollectorRegistry) -> FastAPI:
     async def regenerate(body: RegenerateRequest, request: Request) -> Response:
         """Pictures and clean latents of `seeds`, in their order, all by one policy version."""
         cancelled = threading.Event()
+        lane = lane_of(request)
         order = Order(body.prompt, tuple(body.seeds), body.steps, body.guidance, body.policy)
         result = await service.regenerate(
             order,
-            lane=lane_of(request),
+            lane=lane,
             cancelled=cancelled,
             wait=lambda future: outcome(request, future, cancelled),
         )
         encode = as_safetensors if body.format == "safetensors" else as_pngs
-        return await asyncio.to_thread(encode, result, body.seeds)
+        with service.worker.charged(lane):
+            return await asyncio.to_thread(encode, result, body.seeds)
 
     @app.put(
         "/v1/adapter",

@@ -5,23 +5,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from torch import Tensor
 
 from services.worker import Worker
 from solrl.clients.http import Priority
 from solrl.clients.regenerator import RegeneratorStatus
 from solrl.config import Config
-from solrl.errors import InputError, SolrlError, UnavailableError, VersionError
+from solrl.errors import InputError, UnavailableError, VersionError
 from solrl.generator import Generated, Generator, Job, Policy, Reload
+from solrl.metrics import Metrics
 from solrl.records import ReplicaState
 from solrl.replica import Watcher, replica_id
 
@@ -70,18 +68,20 @@ Wait = Callable[["Future[_Part]"], Awaitable[_Part]]
 class Service:
     """`load` builds the generator; it is called in the worker thread, which alone uses it."""
 
-    def __init__(
-        self, config: Config, *, load: Callable[[], Generator], registry: CollectorRegistry
-    ) -> None:
+    def __init__(self, config: Config, *, load: Callable[[], Generator], metrics: Metrics) -> None:
         self._config = config
         self._load_generator = load
+        self._metrics = metrics
         self.worker: Worker[Generator] = Worker(
-            name="regenerator", setup=self._setup, places=PLACES
+            name="regenerator",
+            setup=self._setup,
+            places=PLACES,
+            people_share=config.services.people_share,
+            metrics=metrics,
         )
         self.watcher: Watcher | None = None
         self._status: RegeneratorStatus | None = None
         self._hashes: dict[int, str] = {}
-        self._metrics = _Metrics(registry, self.worker)
 
     def start(self, on_failure: Callable[[], None]) -> None:
         self.worker.start(on_failure=on_failure)
@@ -104,12 +104,13 @@ class Service:
 
     def load_adapter(self, path: Path) -> Reload:
         """Load an adapter by hand, from below the runs directory only."""
-        runs = self._config.run.directory.resolve()
+        run = self._config.run
+        allowed = [root.resolve() for root in (run.directory, run.adapters) if root is not None]
         folder = path.resolve()
-        if not folder.is_relative_to(runs):
+        if not any(folder.is_relative_to(root) for root in allowed):
             raise InputError(
-                f"adapter path {path} is not below the runs directory {runs}, the only place "
-                "adapters are loaded from (run.directory)"
+                f"adapter path {path} is not below {' or '.join(map(str, allowed))}, the only "
+                "place adapters are loaded from (run.directory, run.adapters)"
             )
         if self.watcher is None:
             raise UnavailableError(f"{self.worker.problem or 'starting'}; try again shortly")
@@ -124,7 +125,7 @@ class Service:
 
         Raises VersionError, InputError, BusyError.
         """
-        with self._metrics.errors_counted(), self.worker.admit(lane):
+        with self.worker.admit(lane):
             size = self.status().micro_batch
             policy = order.policy
             parts: list[_Part] = []
@@ -142,7 +143,7 @@ class Service:
                 version = parts[0].made.version
                 policy = "base" if version is None else version
         seconds = sum(part.seconds for part in parts)
-        self._metrics.seconds.observe(seconds)
+        self._metrics.histogram("solrl_phase_seconds", phase="regenerate").observe(seconds)
         return Result(
             latents=torch.cat([part.made.latents for part in parts]),
             images=torch.cat([part.made.images for part in parts]),
@@ -167,7 +168,7 @@ class Service:
             )
             if made is None:
                 raise UnavailableError("the request was cancelled")
-            self._metrics.count(made, generator.precision)
+            self._count(made, order, generator.precision)
             return _Part(
                 made=made,
                 adapter_sha256=None if made.version is None else self._hashes[made.version],
@@ -176,6 +177,14 @@ class Service:
             )
 
         return make
+
+    def _count(self, made: Generated, order: Order, precision: str) -> None:
+        pictures = len(made.images)
+        forwards = order.steps * (2 if order.guidance != 1.0 else 1)
+        finite = made.latents.isfinite().all(dim=3).all(dim=2).all(dim=1)
+        self._metrics.counter("solrl_images_total", precision=precision).inc(pictures)
+        self._metrics.counter("solrl_nfe_total", precision=precision).inc(pictures * forwards)
+        self._metrics.counter("solrl_non_finite_total").inc(int((~finite).sum()))
 
     def _setup(self) -> Generator:
         generator = self._load_generator()
@@ -194,6 +203,7 @@ class Service:
             self._config.services.redis,
             identity=identity,
             load=lambda folder: self.worker.submit("reload", self._reload_task(folder)).result(),
+            metrics=self._metrics,
         )
         self._describe(generator, identity)
         self.watcher.start()
@@ -201,14 +211,9 @@ class Service:
 
     def _reload_task(self, folder: Path) -> Callable[[Generator], Reload]:
         def reload(generator: Generator) -> Reload:
-            try:
-                answer = generator.load_adapter(folder)
-            except SolrlError:
-                self._metrics.refused.inc()
-                raise
+            answer = generator.load_adapter(folder)
             self._hashes[answer.version] = answer.sha256
             self._hashes = {v: self._hashes[v] for v in generator.held()}
-            self._metrics.reloaded(answer)
             assert self.watcher is not None
             self._describe(generator, self.watcher.state)
             return answer
@@ -227,69 +232,3 @@ class Service:
             current=generator.current.version if generator.current else None,
             replica=state,
         )
-
-
-class _Metrics:
-    def __init__(self, registry: CollectorRegistry, worker: Worker[Generator]) -> None:
-        self._images = Counter(
-            "solrl_images_total", "Pictures made.", ["precision"], registry=registry
-        )
-        self._nfe = Counter(
-            "solrl_nfe_total",
-            "Network evaluations of one picture, padding included.",
-            ["precision"],
-            registry=registry,
-        )
-        self._non_finite = Counter(
-            "solrl_non_finite_total", "Pictures with a non-finite latent.", registry=registry
-        )
-        self.seconds = Histogram(
-            "solrl_regenerate_seconds",
-            "Computing time of a request, without waiting.",
-            buckets=(0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 150),
-            registry=registry,
-        )
-        self._version = Gauge(
-            "solrl_policy_version", "Adapter version served; -1 is the base.", registry=registry
-        )
-        self._version.set(-1)
-        self._reload_seconds = Histogram(
-            "solrl_reload_seconds",
-            "Time of an adapter swap, its canary excluded.",
-            buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
-            registry=registry,
-        )
-        self._bound = Gauge(
-            "solrl_adapter_modules", "Modules of the adapter served.", ["kind"], registry=registry
-        )
-        self.refused = Counter(
-            "solrl_reloads_refused_total", "Adapters that could not be bound.", registry=registry
-        )
-        self._errors = Counter(
-            "solrl_errors_total", "Requests that failed, by kind.", ["kind"], registry=registry
-        )
-        in_flight = Gauge(
-            "solrl_requests_in_flight", "Requests waiting or running.", ["lane"], registry=registry
-        )
-        for lane in PLACES:
-            in_flight.labels(lane).set_function(partial(worker.in_flight, lane))
-
-    def count(self, made: Generated, precision: str) -> None:
-        self._images.labels(precision).inc(len(made.images))
-        self._nfe.labels(precision).inc(made.nfe)
-        finite = made.latents.isfinite().all(dim=3).all(dim=2).all(dim=1)
-        self._non_finite.inc(int((~finite).sum()))
-
-    def reloaded(self, answer: Reload) -> None:
-        self._version.set(answer.version)
-        self._reload_seconds.observe(answer.seconds)
-        self._bound.labels("bound").set(answer.modules_bound)
-        self._bound.labels("expected").set(answer.modules_expected)
-
-    @contextmanager
-    def errors_counted(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._errors.labels(type(error).__name__).inc()
-            raise

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 
 import torch
-from prometheus_client import CollectorRegistry
 
 from services.http import serve
 from services.launch import main
 from services.reward.app import build
 from services.reward.service import Scorers, Service
 from solrl.config import Config
+from solrl.metrics import Metrics
 from solrl.rewards import load_scorer
 
 
@@ -21,9 +21,9 @@ def run(config: Config) -> None:
         names = (config.reward.name, config.reward.judge)
         return {name: load_scorer(name, config.reward.zoo) for name in names}
 
-    registry = CollectorRegistry()
-    service = Service(config, load=load, registry=registry)
-    serve(build(config, service, registry), config.services.reward)
+    metrics = Metrics("reward")
+    service = Service(config, load=load, metrics=metrics)
+    serve(build(config, service, metrics), config.services.reward)
     if service.worker.failure is not None:
         raise service.worker.failure
 

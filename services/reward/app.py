@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from fastapi import Depends, FastAPI, Request
-from prometheus_client import CollectorRegistry
 from starlette.requests import ClientDisconnect
 
 from services.http import create_app, json_only, lane_of, request_id_of
@@ -22,6 +21,7 @@ from solrl.clients.regenerator import RegeneratorClient
 from solrl.clients.reward import RewardList, ScoreAnswer
 from solrl.config import Config
 from solrl.errors import UnavailableError
+from solrl.metrics import Metrics
 
 MAX_BODY = 256 * 2**20
 #: Threads that decode people's picture files; a run's pixels need none.
@@ -58,7 +58,7 @@ SCORE_BODY = {
 }
 
 
-def build(config: Config, service: Service, registry: CollectorRegistry) -> FastAPI:
+def build(config: Config, service: Service, metrics: Metrics) -> FastAPI:
     """The app around one service, which it starts and stops."""
     decoders = ThreadPoolExecutor(DECODERS, "decode")
 
@@ -72,7 +72,7 @@ def build(config: Config, service: Service, registry: CollectorRegistry) -> Fast
     app = create_app(
         service="reward",
         description="Scores pictures against their prompts.",
-        registry=registry,
+        metrics=metrics,
         problems=service.problems,
         lifespan=lifespan,
         max_body=MAX_BODY,
@@ -103,9 +103,10 @@ def build(config: Config, service: Service, registry: CollectorRegistry) -> Fast
             raw = await read(request)
             prompts = check_prompts(raw.prompts, len(raw))
             chosen = service.choose(wanted(raw.rewards))
-            pixels = await asyncio.get_running_loop().run_in_executor(
-                decoders if raw.files else None, lambda: fit(pictures(raw), chosen)
-            )
+            with service.worker.charged(lane):
+                pixels = await asyncio.get_running_loop().run_in_executor(
+                    decoders if raw.files else None, lambda: fit(pictures(raw), chosen)
+                )
             rows = await service.score(
                 pixels, prompts, chosen, lane=lane, wait=_waiting_for(request)
             )

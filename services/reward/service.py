@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from functools import partial
 
 import torch
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from torch import Tensor
 
 from services.worker import Worker
@@ -18,6 +17,7 @@ from solrl.clients.http import Priority
 from solrl.clients.reward import Cell, RewardInfo
 from solrl.config import Config
 from solrl.errors import InputError, UnavailableError
+from solrl.metrics import Metrics
 from solrl.pixels import resize_uint8
 from solrl.rewards import Scorer
 
@@ -34,14 +34,18 @@ Wait = Callable[["Future[list[Cell]]"], Awaitable[list[Cell]]]
 class Service:
     """`load` builds the scorers; it is called in the worker thread, which alone runs them."""
 
-    def __init__(
-        self, config: Config, *, load: Callable[[], Scorers], registry: CollectorRegistry
-    ) -> None:
+    def __init__(self, config: Config, *, load: Callable[[], Scorers], metrics: Metrics) -> None:
         self._load = load
         self._micro_batch = config.reward.micro_batch
         self._infos: dict[str, RewardInfo] = {}
-        self.worker: Worker[Scorers] = Worker(name="reward", setup=self._setup, places=PLACES)
-        self._metrics = _Metrics(registry, self.worker)
+        self._metrics = metrics
+        self.worker: Worker[Scorers] = Worker(
+            name="reward",
+            setup=self._setup,
+            places=PLACES,
+            people_share=config.services.people_share,
+            metrics=metrics,
+        )
 
     def problems(self) -> list[str]:
         """Why pictures cannot be scored now."""
@@ -91,8 +95,18 @@ class Service:
     ) -> list[Cell]:
         begin = time.perf_counter()
         cells = score_cells(scorers[name], images, prompts)
-        self._metrics.count(name, cells, time.perf_counter() - begin)
+        self._count(name, cells, time.perf_counter() - begin)
         return cells
+
+    def _count(self, name: str, cells: Sequence[Cell], seconds: float) -> None:
+        metrics = self._metrics
+        metrics.histogram("solrl_score_seconds", scorer=name).observe(seconds)
+        metrics.histogram("solrl_score_batch_images", scorer=name).observe(len(cells))
+        valued = sum(cell.value is not None for cell in cells)
+        metrics.counter("solrl_scored_images_total", scorer=name).inc(valued)
+        for kind, retry in (("failed", True), ("input", False)):
+            errors = sum(cell.error is not None and cell.retry == retry for cell in cells)
+            metrics.counter("solrl_scorer_errors_total", scorer=name, kind=kind).inc(errors)
 
     def _setup(self) -> Scorers:
         scorers = self._load()
@@ -148,43 +162,3 @@ def score_cells(scorer: Scorer, images: Tensor, prompts: Sequence[str]) -> list[
         Cell(value=value) if math.isfinite(value) else Cell(error=f"the value is {value}")
         for value in values
     ]
-
-
-class _Metrics:
-    def __init__(self, registry: CollectorRegistry, worker: Worker[Scorers]) -> None:
-        self._images = Counter(
-            "solrl_scored_images_total", "Pictures scored.", ["scorer"], registry=registry
-        )
-        self._errors = Counter(
-            "solrl_scorer_errors_total",
-            "Pictures without a value: input (excluded), or failed (may be retried).",
-            ["scorer", "kind"],
-            registry=registry,
-        )
-        self._seconds = Histogram(
-            "solrl_score_seconds",
-            "Computing time of a batch.",
-            ["scorer"],
-            buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
-            registry=registry,
-        )
-        self._batch = Histogram(
-            "solrl_score_batch_images",
-            "Pictures in a batch.",
-            ["scorer"],
-            buckets=(1, 2, 4, 8, 16, 32, 64, 128),
-            registry=registry,
-        )
-        in_flight = Gauge(
-            "solrl_requests_in_flight", "Requests waiting or running.", ["lane"], registry=registry
-        )
-        for lane in PLACES:
-            in_flight.labels(lane).set_function(partial(worker.in_flight, lane))
-
-    def count(self, name: str, cells: Sequence[Cell], seconds: float) -> None:
-        self._seconds.labels(name).observe(seconds)
-        self._batch.labels(name).observe(len(cells))
-        self._images.labels(name).inc(sum(cell.value is not None for cell in cells))
-        for kind, retry in (("failed", True), ("input", False)):
-            errors = sum(cell.error is not None and cell.retry == retry for cell in cells)
-            self._errors.labels(name, kind).inc(errors)
