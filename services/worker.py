@@ -57,8 +57,7 @@ class Pace:
 
     def wait(self) -> float:
         """Seconds until people's work may begin; 0 without a run."""
-        now = self._clock()
-        return max(0.0, self._free_at - now) if now - self._run_seen <= RUN_QUIET else 0.0
+        return max(0.0, min(self._free_at, self._run_seen + RUN_QUIET) - self._clock())
 
 
 class Worker(Generic[S]):
@@ -84,7 +83,7 @@ class Worker(Generic[S]):
         self._taken: dict[Priority, int] = dict.fromkeys(places, 0)
         self._counting = threading.Lock()
         self._ready = False
-        self._stopping = False
+        self._stopping = self._ended = False
         self._number = itertools.count()
         self._tasks: list[tuple[int, int, Callable[[S], None] | None]] = []
         self._changed = threading.Condition()
@@ -140,7 +139,10 @@ class Worker(Generic[S]):
                 self._taken[lane] -= 1
 
     def submit(self, lane: Lane, task: Callable[[S], R]) -> Future[R]:
-        """Queue one task; tasks of a lane run in the order they came."""
+        """Queue one task; tasks of a lane run in the order they came.
+
+        The future of one that comes too late, after the end of the thread, has UnavailableError.
+        """
         future: Future[R] = Future()
 
         def run(state: S) -> None:
@@ -158,7 +160,8 @@ class Worker(Generic[S]):
             self._account(lane, seconds)
 
         self._account(lane, 0.0)
-        self._put(lane, run)
+        if not self._put(lane, run):
+            future.set_exception(UnavailableError("the worker thread has ended; try again shortly"))
         return future
 
     @contextmanager
@@ -177,10 +180,12 @@ class Worker(Generic[S]):
             elif lane == "people":
                 self._pace.spent(seconds)
 
-    def _put(self, lane: str, run: Callable[[S], None] | None) -> None:
+    def _put(self, lane: str, run: Callable[[S], None] | None) -> bool:
+        """Whether it will be run."""
         with self._changed:
             heapq.heappush(self._tasks, (ORDER[lane], next(self._number), run))
             self._changed.notify()
+            return not self._ended
 
     def _next(self) -> Callable[[S], None] | None:
         """The next task, when it may begin; None is the stop mark."""
@@ -190,7 +195,9 @@ class Worker(Generic[S]):
                 paced = first == ORDER["people"] and not self._stopping
                 wait = self._pace.wait() if paced else 0.0
                 if first is not None and wait == 0.0:
-                    return heapq.heappop(self._tasks)[2]
+                    run = heapq.heappop(self._tasks)[2]
+                    self._ended = run is None
+                    return run
                 self._changed.wait(None if first is None else wait)
 
     def _work(self) -> None:

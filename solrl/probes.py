@@ -98,10 +98,15 @@ def explorer_ready(target: str) -> str | None:
             return str(error)
 
 
-def main(kind: str, address: str) -> None:
+PROBES = {"http": http_ready, "grpc": grpc_ready, "explorer": explorer_ready}
+
+
+def main(*arguments: str) -> None:
     """`python -m solrl.probes http|grpc|explorer ADDRESS`: exit 1 and say why when not ready."""
-    probe = {"http": http_ready, "grpc": grpc_ready, "explorer": explorer_ready}[kind]
-    if reason := probe(address):
+    if len(arguments) != 2 or arguments[0] not in PROBES:
+        sys.exit(f"usage: python -m solrl.probes {'|'.join(PROBES)} ADDRESS; not {arguments}")
+    kind, address = arguments
+    if reason := PROBES[kind](address):
         sys.exit(f"{address} {reason}")
 
 

@@ -247,11 +247,23 @@ def unregister(client: redis.Redis, state: ReplicaState) -> None:
 
 
 def replicas(client: redis.Redis) -> list[ReplicaState]:
-    """Registered replicas, sorted by kind and id."""
+    """Registered replicas, sorted by kind and id.
+
+    UnavailableError for a registration that cannot be read, as of another version of solrl.
+    """
     # A scan may name a key twice.
     keys = sorted(set(cast(Iterator[str], client.scan_iter("solrl:replica:*", count=100))))
     values = cast(list[str | None], client.mget(keys)) if keys else []
-    return [ReplicaState.model_validate_json(v) for v in values if v]
+    states = []
+    for key, value in zip(keys, values, strict=True):
+        try:
+            states += [ReplicaState.model_validate_json(value)] if value else []
+        except ValidationError as error:
+            raise UnavailableError(
+                f"{key} in Redis cannot be read; is that replica of another version of solrl? It "
+                f"is forgotten {REPLICA_TTL} s after it stopped. {error}"
+            ) from error
+    return states
 
 
 def hold_stack(

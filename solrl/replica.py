@@ -103,7 +103,7 @@ class Watcher:
             before = self.state
             try:
                 answer = self._load(folder)
-            except SolrlError:
+            except InputError:
                 self._metrics.counter("solrl_reloads_refused_total").inc()
                 raise
             # Trying an older version by hand must not let an older learner back in.
@@ -187,9 +187,10 @@ class Watcher:
         except (SolrlError, ValidationError) as error:
             if self.state.error != str(error):
                 logger.error("announced adapter not loaded: %s", error)
-                self._metrics.counter("solrl_reloads_refused_total").inc()
             self.state = self.state.model_copy(update={"error": str(error)})
-            return isinstance(error, (InputError, ValidationError))
+            refused = isinstance(error, (InputError, ValidationError))
+            self._metrics.counter("solrl_reloads_refused_total").inc(refused)
+            return refused
         return True
 
 

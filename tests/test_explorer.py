@@ -6,6 +6,8 @@ The real server has its tests in test_explorer_triton.py.
 from __future__ import annotations
 
 import filecmp
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +33,7 @@ from services.explorer.gateway import Gateway, build_server
 from services.explorer.neighbours import Neighbours
 from services.explorer.queue_loop import QueueLoop
 from services.explorer.triton_client import Batch, CancelledCall, Reload, TritonClient
-from solrl import queue
+from solrl import probes, queue
 from solrl.clients import generate_proto
 from solrl.clients.explorer import (
     LIMIT_VARIABLE,
@@ -536,6 +538,42 @@ def test_a_message_too_large_names_the_setting(
     monkeypatch.setenv(LIMIT_VARIABLE, "4 MB")
     with pytest.raises(ConfigError, match=LIMIT_VARIABLE):
         ExplorerClient(address, timeout=60)
+
+
+@pytest.mark.parametrize("kind", ["grpc", "explorer"])
+def test_the_probe_of_a_container_tells_whether_it_is_ready(
+    address: str, fakes: Fakes, kind: str
+) -> None:
+    """grpc: it answers; explorer: its neighbours do, too."""
+
+    def probe() -> tuple[int, str]:
+        words = [sys.executable, "-m", "solrl.probes", kind, address]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        assert "Traceback" not in done.stderr
+        return done.returncode, done.stdout + done.stderr
+
+    with ExplorerClient(address, timeout=30) as calls:
+        eventually(lambda: calls.status().problems == ())
+        assert probe() == (0, "")
+        fakes.reward.health_fault = UnavailableError("reward at host:2 is away")
+        eventually(lambda: calls.status().problems)
+    away = (1, f"{address} reward at host:2 is away\n")
+    assert probe() == (away if kind == "explorer" else (0, ""))
+
+
+@pytest.mark.parametrize("kind", ["http", "grpc", "explorer"])
+def test_the_probe_of_a_container_says_why_nobody_is_ready(kind: str) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    if kind == "http":
+        address = f"http://{address}"
+    with pytest.raises(SystemExit, match=f"^{address} does not listen yet$"):
+        probes.main(kind, address)
+
+
+@pytest.mark.parametrize("arguments", [(), ("grpc",), ("icmp", "127.0.0.1:1"), ("grpc", "a", "b")])
+def test_a_probe_asked_wrongly_says_how_to_ask(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit, match=r"^usage: .*http\|grpc\|explorer ADDRESS; not \("):
+        probes.main(*arguments)
 
 
 def test_nobody_listening_is_one_clear_error() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from serving import FakeScorer, eventually, free_port, running
 from tiny import model_section, publish_adapter, write_pipeline
 from tritonclient.utils import InferenceServerException
 
+from services.explorer import triton as launcher
+from services.explorer.triton import Server, command, environment, find_server
 from services.explorer.triton_client import TritonClient
 from services.reward import app as reward_app
 from services.reward.service import Service as RewardService
@@ -40,7 +43,7 @@ from solrl.config import (
     ServiceSection,
     to_toml,
 )
-from solrl.errors import InputError, SolrlError, UnavailableError, VersionError
+from solrl.errors import ConfigError, InputError, SolrlError, UnavailableError, VersionError
 from solrl.metrics import Metrics
 from solrl.probes import grpc_ready
 from solrl.queue import Stream
@@ -158,6 +161,78 @@ def processes(explorer: Explorer) -> Iterator[None]:
             if process is not None:
                 process.wait(60)
     assert explorer.shared_memory() == []
+
+
+# --- which server --------------------------------------------------------------------------------
+
+
+def installed(folder: Path, *, without: str = "") -> Path:
+    """What of an installed Triton is looked for."""
+    for name in ("bin/tritonserver", "backends/python/libtriton_python.so"):
+        if not name.startswith(without or "-"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+    return folder
+
+
+def test_an_installed_server_is_run_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = installed(tmp_path / "tritonserver")
+    monkeypatch.setenv("SOLRL_TRITON_SERVER", str(folder))
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/of/the/image")
+    server = find_server(tmp_path / "cache")
+    assert server == Server(folder / "bin" / "tritonserver", folder / "backends")
+    words = command(server, "prefix", host="0.0.0.0", grpc=1, http=2, metrics=3)
+    assert words[0] == str(folder / "bin" / "tritonserver")
+    assert f"--backend-directory={folder}/backends" in words
+    assert not (tmp_path / "cache").exists(), "nothing is put together for it"
+    paths = environment(server, tmp_path / "config.toml", tmp_path / "cache")
+    assert paths["LD_LIBRARY_PATH"] == "/of/the/image"
+
+
+@pytest.mark.parametrize("without", ["bin/tritonserver", "backends/python"])
+def test_a_folder_without_a_server_is_named_with_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: str
+) -> None:
+    folder = installed(tmp_path / "tritonserver", without=without)
+    monkeypatch.setenv("SOLRL_TRITON_SERVER", str(folder))
+    with pytest.raises(ConfigError) as caught:
+        find_server(tmp_path / "cache")
+    assert f"SOLRL_TRITON_SERVER = '{folder}': there is no {folder / without};" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_without_a_name_the_packaged_server_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    monkeypatch.delenv("SOLRL_TRITON_SERVER", raising=False)
+    if value is not None:
+        monkeypatch.setenv("SOLRL_TRITON_SERVER", value)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/of/the/image")
+    cache = tmp_path / "cache"
+    server = find_server(cache)
+    assert server.binary.is_file()
+    assert server.backends.is_relative_to(cache)
+    assert os.access(server.backends / "python" / "triton_python_backend_stub", os.X_OK)
+    paths = environment(server, tmp_path / "config.toml", cache)["LD_LIBRARY_PATH"].split(":")
+    assert paths == [*map(str, server.libraries), "/of/the/image"]
+    assert len(server.libraries) == 2
+
+
+def test_no_server_at_all_is_one_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.delenv("SOLRL_TRITON_SERVER", raising=False)
+    monkeypatch.setattr(launcher, "distribution", nothing)
+    with pytest.raises(ConfigError, match=r"no Triton is here: install .*SOLRL_TRITON_SERVER"):
+        find_server(tmp_path / "cache")
+
+
+# --- the service ---------------------------------------------------------------------------------
 
 
 def made(client: TritonClient, seeds: range, **settings: Any) -> np.ndarray[Any, Any]:
@@ -412,8 +487,8 @@ def test_a_run_goes_through_announcement_and_queue(explorer: Explorer) -> None:
 def test_metrics_are_served(explorer: Explorer) -> None:
     (url,) = set(re.findall(r"http://\S+/metrics", explorer.log("services.explorer")))
     text = httpx.get(url, timeout=30, trust_env=False).text
-    for name in ("candidates_total", "phase_seconds_bucket", "policy_version", "ready"):
-        assert f"solrl_{name}" in text
+    for name in ("candidates_total", "phase_seconds", "policy_version", "ready"):
+        assert f"# TYPE solrl_{name} " in text
 
 
 def test_a_taken_port_is_one_clear_message(explorer: Explorer) -> None:

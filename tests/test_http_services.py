@@ -490,6 +490,29 @@ def _alive(url: str) -> bool:
         return False
 
 
+def test_the_probe_of_a_container_tells_whether_it_is_ready(
+    one_reward: Callable[..., tuple], stack: Stack
+) -> None:
+    def probe(url: str) -> tuple[int, str]:
+        words = [sys.executable, "-m", "solrl.probes", "http", url]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    assert probe(stack.reward) == (0, "")
+    loading = threading.Event()
+
+    def load() -> dict[str, FakeScorer]:
+        assert loading.wait(60)
+        return {"brightness": FakeScorer()}
+
+    app, url = one_reward(load)
+    with running(app, url, wait_ready=False):
+        eventually(lambda: _alive(url))
+        assert probe(url) == (1, f"{url} the model is being loaded\n")
+        loading.set()
+        eventually(lambda: is_ready(url))
+
+
 def test_a_taken_port_is_one_clear_message() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -811,6 +834,38 @@ def test_adapters_by_hand(stack: Stack, tmp_path: Path) -> None:
             client.load_adapter(outside)
 
 
+def test_adapters_come_from_the_runs_or_from_a_folder_of_their_own(
+    redis_url: str, tmp_path: Path
+) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    settings = {
+        "run.directory": str(tmp_path / "runs"),
+        "run.adapters": str(tmp_path / "policies"),
+        "services.redis": redis_url,
+        "services.regenerator": url,
+    }
+    metrics = Metrics("regenerator")
+    service = RegeneratorService(
+        load_config(None, settings, {}),
+        load=FakeGenerator,  # type: ignore[arg-type]
+        metrics=metrics,
+    )
+    allowed = [tmp_path / "runs" / "r" / "adapters" / "1", tmp_path / "policies" / "r" / "2"]
+    refused = [tmp_path / "other" / "3", tmp_path / "policies-not" / "4"]
+    for folder in allowed + refused:
+        folder.mkdir(parents=True)
+    (tmp_path / "policies" / "5").symlink_to(refused[0])
+    with running(regenerator_app.build(service, metrics), url):
+        client = RegeneratorClient(url, timeout=30)
+        for version, folder in enumerate(allowed, start=1):
+            assert client.load_adapter(folder).version == version
+        roots = rf"is not below {tmp_path}/runs or {tmp_path}/policies, the only place"
+        for folder in [*refused, tmp_path / "policies" / ".." / "x", tmp_path / "policies" / "5"]:
+            with pytest.raises(InputError, match=roots):
+                client.load_adapter(folder)
+        assert client.status().current == 2
+
+
 def test_a_swap_in_mid_request_leaves_one_version(stack: Stack) -> None:
     """The version a request began with is gone before its second micro-batch: it begins again."""
     generator = stack.generator
@@ -1125,6 +1180,68 @@ def test_an_announced_adapter_is_loaded_and_answered(
         state = registered(client)
         assert (state.sha256, state.modules_bound, state.error) == (announcement.sha256, 8, None)
     assert loads.folders == ["1", "2"]
+
+
+def test_what_is_served_and_what_was_refused_can_be_scraped(
+    client: redis.Redis, redis_url: str, loads: Loads, tmp_path: Path
+) -> None:
+    metrics = Metrics("regenerator")
+
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(f"solrl_{name}", labels)
+
+    def shown() -> tuple[float | None, ...]:
+        return (
+            value("policy_version"),
+            value("reload_modules", modules="bound"),
+            value("reload_modules", modules="expected"),
+            value("reload_seconds_count"),
+            value("reloads_refused_total"),
+        )
+
+    watcher = Watcher(redis_url, identity=identity("shown"), load=loads, metrics=metrics)
+    assert shown() == (-1, 0, 0, 0, 0), "the base, before anything is loaded"
+    watcher.start()
+    try:
+        queue.announce(client, announced(tmp_path, 1))
+        eventually(lambda: watcher.state.version == 1)
+        eventually(lambda: shown() == (1, 8, 8, 1, 0))
+        # Refused before it is touched, by the model, unreadable: the one before keeps serving.
+        queue.announce(client, announced(tmp_path, 2, base_sha256="c" * 64))
+        eventually(lambda: "was trained on base" in str(watcher.state.error))
+        assert shown() == (1, 8, 8, 1, 1)
+        loads.raises.append(AdapterError("3 of 8 modules bound"))
+        queue.announce(client, announced(tmp_path, 3))
+        eventually(lambda: "3 of 8" in str(watcher.state.error))
+        assert shown() == (1, 8, 8, 1, 2)
+        client.xadd(queue.ANNOUNCEMENTS, {"json": "{}"})
+        eventually(lambda: "validation error" in str(watcher.state.error))
+        assert shown() == (1, 8, 8, 1, 3)
+        # By hand it is the same.
+        loads.raises.append(AdapterError("2 of 8 modules bound"))
+        with pytest.raises(AdapterError):
+            watcher.load(tmp_path / "3")
+        assert shown() == (1, 8, 8, 1, 4)
+        watcher.load(tmp_path / "3")
+        assert shown() == (3, 8, 8, 2, 4)
+    finally:
+        watcher.stop()
+
+
+def test_what_may_work_later_is_not_counted_as_a_refusal(
+    client: redis.Redis, watcher: Watcher, loads: Loads, tmp_path: Path
+) -> None:
+    loads.raises += [UnavailableError("Triton is starting")] * 2
+    queue.announce(client, announced(tmp_path, 1))
+    eventually(lambda: watcher.state.version == 1)
+    assert loads.folders == ["1"] * 3
+    refused = watcher._metrics.registry.get_sample_value("solrl_reloads_refused_total")
+    assert refused == 0
+    loads.raises.append(UnavailableError("Triton is starting"))
+    with pytest.raises(UnavailableError):
+        watcher.load(tmp_path / "1")
+    refused = watcher._metrics.registry.get_sample_value("solrl_reloads_refused_total")
+    assert refused == 0
 
 
 def test_a_late_replica_loads_the_newest_only(

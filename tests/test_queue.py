@@ -131,6 +131,34 @@ def test_a_full_queue_refuses_and_loses_nothing(make: Make) -> None:
     assert slots(stream.take("a")) == [3]
 
 
+def test_many_writers_at_once_never_exceed_the_bound(make: Make, redis_url: str) -> None:
+    """Each with a connection of its own, all let go together: looking and adding are one step."""
+    writers, stream = 12, make(limit=3)
+    together = threading.Barrier(writers)
+    outcomes: list[str] = []
+
+    def write(slot: int) -> None:
+        with queue.connect(redis_url) as mine:
+            run, _, name = stream.key.rpartition(":")
+            own = Stream(mine, run=run, name=name, record=PromptRecord, limit=3)
+            together.wait(60)
+            try:
+                outcomes.append(own.put(record(slot)))
+            except BusyError:
+                outcomes.append("busy")
+
+    for _ in range(10):
+        outcomes.clear()
+        stream.clear()
+        threads = [threading.Thread(target=write, args=(slot,)) for slot in range(writers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert (len(stream), outcomes.count("busy")) == (3, writers - 3)
+        assert {d.entry_id for d in stream.take("a", count=99)} == {*outcomes} - {"busy"}
+
+
 def test_done_twice_is_harmless(make: Make) -> None:
     stream = make()
     stream.put(record())
@@ -170,6 +198,65 @@ def test_clearing_under_a_waiting_reader_does_not_hurt_it(make: Make) -> None:
     [answer] = answers
     assert isinstance(answer, list), answer
     assert slots(answer + reader_side.take("a", wait=1)) == [5]
+
+
+# --- what waits ----------------------------------------------------------------------------------
+
+
+def test_a_backlog_of_a_run_without_streams_is_empty_and_makes_none(client: redis.Redis) -> None:
+    run = f"queue-test-{next(RUNS)}"
+    seen = queue.backlog(client, run)
+    assert seen == queue.Backlog({"prompts": 0, "selected": 0}, {"prompts": 0, "selected": 0}, 0)
+    assert list(client.scan_iter(f"{run}:*")) == []
+
+
+def test_a_backlog_counts_what_is_not_done_and_what_was_given_up(
+    make: Make, client: redis.Redis
+) -> None:
+    stream = make()
+    run = stream.key.partition(":")[0]
+    for slot in range(4):
+        stream.put(record(slot))
+    first, second = stream.take("a", count=2)
+    # What is read and not done still waits, and looking takes nothing.
+    assert queue.backlog(client, run).entries == {"prompts": 4, "selected": 0}
+    stream.done(first.entry_id)
+    stream.bury(second.entry_id, {"json": "{}"}, "a test")
+    seen = queue.backlog(client, run)
+    assert (seen.entries["prompts"], seen.dead) == (2, 1)
+    assert slots(stream.take("a", count=9)) == [2, 3]
+    assert queue.backlog(client, run, ["selected"]).entries == {"selected": 0}
+
+
+def test_the_age_of_a_backlog_is_that_of_its_oldest_entry(make: Make, client: redis.Redis) -> None:
+    stream = make()
+    run = stream.key.partition(":")[0]
+
+    def age() -> float:
+        return queue.backlog(client, run).oldest["prompts"]
+
+    seconds: Any = client.time()
+    hour_ago = (seconds[0] - 3600) * 1000
+    client.xadd(stream.key, {"json": record(0).model_dump_json()}, id=f"{hour_ago}-0")
+    stream.put(record(1))
+    before = age()
+    assert before >= 3600
+    time.sleep(0.002)
+    assert age() > before
+    [oldest] = stream.take("a")
+    assert age() >= before, "it is read and not done"
+    stream.done(oldest.entry_id)
+    assert 0 <= age() < 3600
+    [last] = stream.take("a")
+    stream.done(last.entry_id)
+    assert age() == 0
+
+
+def test_an_entry_of_a_clock_that_went_back_is_of_no_age(make: Make, client: redis.Redis) -> None:
+    stream = make()
+    seconds: Any = client.time()
+    client.xadd(stream.key, {"json": "{}"}, id=f"{(seconds[0] + 3600) * 1000}-0")
+    assert queue.backlog(client, stream.key.partition(":")[0]).oldest["prompts"] == 0
 
 
 # --- readers that die ----------------------------------------------------------------------------
@@ -422,6 +509,13 @@ def test_registrations_expire_unless_renewed(empty: redis.Redis) -> None:
     time.sleep(0.05)
     queue.unregister(empty, replica("regenerator", "a"))
     assert queue.replicas(empty) == [replica("explorer", "b")]
+
+
+def test_a_registration_that_cannot_be_read_is_named(empty: redis.Redis) -> None:
+    queue.register(empty, replica("explorer", "a"))
+    empty.set("solrl:replica:explorer:new", '{"kind": "explorer"}')
+    with pytest.raises(UnavailableError, match=r"^solrl:replica:explorer:new .* another version"):
+        queue.replicas(empty)
 
 
 WAITING: dict[str, tuple[list[ReplicaState], list[str]]] = {

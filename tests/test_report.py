@@ -244,6 +244,16 @@ def evaluated(run: Path, reward: Cell) -> Evaluated:
     )
 
 
+@pytest.mark.parametrize("done", [0, 2, 40])
+def test_an_evaluated_run_says_after_how_many_iterations_it_was(tmp_path: Path, done: int) -> None:
+    """It is asked before every evaluation: an answer of its own means that there was none."""
+    assert report.evaluated_at(tmp_path) is None
+    assert report.evaluated_at(tmp_path / "nowhere") is None
+    made = evaluated(tmp_path, cell()).model_copy(update={"adapter": str(tmp_path / f"ema/{done}")})
+    (tmp_path / report.EVALUATED).write_text(made.model_dump_json())
+    assert report.evaluated_at(tmp_path) == done
+
+
 def sheet(prompts: int = 3, real: bool = True) -> Sheet:
     made = pictures({f"prompt {i}, <b>": [10 * i, 20, 30] for i in range(prompts)})
     reals = [group[:1] for group in made.images] if real else None

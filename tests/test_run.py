@@ -14,10 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from safetensors.torch import load_file
+from serving import HTTP, eventually, free_port
 
-from solrl import adapters
+from solrl import adapters, queue
+from solrl.config import load_config
 
 SOLRL = [sys.executable, "-m", "solrl.cli"]
 LEARN_TIMEOUT = 240
@@ -244,6 +247,93 @@ def test_a_disk_that_takes_no_more_pauses_the_run(lab: Lab, straight: str) -> No
         adapters.read_manifest(lab.path("full") / "adapters" / "2").sha256
         == adapters.read_manifest(lab.path(straight) / "adapters" / "2").sha256
     )
+
+
+class Served:
+    """A learner as its container runs it; `url` is where it answers."""
+
+    def __init__(self, lab: Lab, like: str, name: str) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "services.learner", "--serve"),
+                # It holds the addresses of the stack.
+                *("--config", str(lab.path(like) / "config.toml")),
+                *("--run.name", name, "--run.iterations", "1"),
+                *("--services.learner_port", str(port)),
+            ],
+            env=lab.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def state(self) -> str:
+        assert self._process.poll() is None, self._process.communicate()[0]
+        try:
+            return str(HTTP.get(f"{self.url}/v1/run").json()["state"])
+        except httpx.TransportError:
+            return "not there yet"
+
+    def metric(self, series: str) -> float:
+        lines = HTTP.get(f"{self.url}/metrics").text.splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith(f"{series} "))
+
+    def stop(self) -> tuple[int, str]:
+        """By SIGTERM, as `docker stop` does: exit code, and all that was said."""
+        self._process.send_signal(signal.SIGTERM)
+        said = self._process.communicate(timeout=60)[0]
+        assert "Traceback" not in said, said
+        return self._process.returncode, said
+
+
+def test_a_learner_that_serves_begins_goes_on_and_stays_when_it_is_finished(
+    lab: Lab, straight: str
+) -> None:
+    """The same command each time, as for a container that is started again at any time."""
+    folder = lab.path("served")
+    learner = Served(lab, straight, "served")
+    eventually(lambda: learner.state() != "not there yet", seconds=LEARN_TIMEOUT)
+    code, said = learner.stop()
+    assert (code, "interrupted: run served goes on with --resume" in said) == (130, True)
+    assert not (folder / "evaluation.json").exists()
+
+    learner = Served(lab, straight, "served")
+    eventually(lambda: learner.state() == "finished", seconds=LEARN_TIMEOUT)
+    assert learner.metric("solrl_iterations_total") == 1
+    assert learner.metric('solrl_run_state{state="finished"}') == 1
+    for route in ("healthz", "readyz"):
+        assert HTTP.get(f"{learner.url}/{route}").status_code == 200
+    assert learner.stop()[0] == 0
+
+    made = {path: path.stat().st_mtime_ns for path in results(folder)}
+    assert folder / "report.html" in made
+    # Meanwhile the stack trains another run.
+    with queue.connect(load_config(folder / "config.toml", {}, {}).services.redis) as client:
+        queue.hold_stack(client, "another in /elsewhere", "test")
+        learner = Served(lab, straight, "served")
+        eventually(lambda: learner.state() == "finished", seconds=LEARN_TIMEOUT)
+        assert client.get(queue.ACTIVE_RUN) == "another in /elsewhere (test)"
+        queue.release_stack(client, "another in /elsewhere", "test")
+    status = HTTP.get(f"{learner.url}/v1/run").json()
+    assert (status["iterations_done"], status["policy_version"]) == (1, 1)
+    assert learner.metric("solrl_iterations_total") == 0
+    code, said = learner.stop()
+    assert (code, f"run served is finished: {folder}/report.html" in said) == (0, True)
+    assert {path: path.stat().st_mtime_ns for path in results(folder)} == made
+    assert (folder / "epoch").read_text() == "3\n"
+
+
+def results(folder: Path) -> list[Path]:
+    """What training and evaluation write."""
+    return [
+        *folder.glob("report.*"),
+        *folder.glob("evaluat*"),
+        *folder.glob("*.png"),
+        *folder.glob("checkpoints/*"),
+        *folder.glob("ema/*"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ def test_a_resume_with_other_settings_names_them_all(tmp_path: Path) -> None:
     [
         {"run__iterations": "99"},
         {"run__keep_checkpoints": "5"},
+        {"run__adapters": "/elsewhere"},
         {"services__call_timeout": "7.5"},
         {"evaluate__train_images": "3"},
     ],
@@ -142,6 +143,26 @@ def test_the_lock_ends_with_its_process_even_when_killed(tmp_path: Path) -> None
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
     directory = RunDirectory.resume(config_of(tmp_path))
     assert directory.epoch == 2
+    directory.close()
+
+
+# --- where adapters are published -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("adapters", "expected"), [(None, "runs/r/adapters/3"), ("policies", "policies/r/3")]
+)
+def test_adapters_lie_in_the_run_or_in_a_folder_of_their_own(
+    tmp_path: Path, adapters: str | None, expected: str
+) -> None:
+    overrides = {} if adapters is None else {"run__adapters": str(tmp_path / adapters)}
+    config = config_of(tmp_path / "runs", **overrides)
+    directory = RunDirectory.create(config)
+    assert directory.adapter_folder(3) == tmp_path / expected
+    assert directory.adapter_folder(4) == directory.adapter_folder(3).with_name("4")
+    # It survives the file, and everything else of a run stays in its directory.
+    assert load_config(directory.path / "config.toml", environment={}) == config
+    assert directory.path == tmp_path / "runs" / "r"
     directory.close()
 
 

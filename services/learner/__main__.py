@@ -59,11 +59,14 @@ def main(arguments: Sequence[str]) -> int:
         _serve_status(config, control)
         learner = Learner(config, directory, control)
         try:
-            learner.check_scorers()
-            learner.train()
-            if serve and report.evaluated_at(directory.path) == learner.done:
+            evaluated = report.evaluated_at(directory.path)
+            if serve and evaluated == learner.done >= config.run.iterations:
+                # Asks nothing of the neighbours, who may serve another run by now.
+                control.started(learner.done, {})
                 control.say(f"run {config.run.name} is finished: {directory.path}/report.html")
             else:
+                learner.check_scorers()
+                learner.train()
                 control.state("evaluating")
                 _evaluate(config, learner, control, console)
             control.state("finished")

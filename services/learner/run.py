@@ -123,7 +123,7 @@ class Learner:
         try:
             waiting = queue.backlog(self._scraped, self._config.run.name)
             replicas = queue.replicas(self._scraped)
-        except redis.RedisError:
+        except (redis.RedisError, UnavailableError):
             return
         for name, entries in waiting.entries.items():
             metrics.gauge("solrl_queue_entries", queue=name).set(entries)

@@ -110,9 +110,13 @@ def build(service: Service, metrics: Metrics) -> FastAPI:
             cancelled=cancelled,
             wait=lambda future: outcome(request, future, cancelled),
         )
-        encode = as_safetensors if body.format == "safetensors" else as_pngs
-        with service.worker.charged(lane):
-            return await asyncio.to_thread(encode, result, body.seeds)
+
+        def encode() -> Response:
+            with service.worker.charged(lane):
+                form = as_safetensors if body.format == "safetensors" else as_pngs
+                return form(result, body.seeds)
+
+        return await asyncio.to_thread(encode)
 
     @app.put(
         "/v1/adapter",

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import Depends, FastAPI, Request
 from starlette.requests import ClientDisconnect
+from torch import Tensor
 
 from services.http import create_app, json_only, lane_of, request_id_of
 from services.reward.bodies import FORMS, ScoreRequest, check_prompts, pictures, read
@@ -103,10 +104,14 @@ def build(config: Config, service: Service, metrics: Metrics) -> FastAPI:
             raw = await read(request)
             prompts = check_prompts(raw.prompts, len(raw))
             chosen = service.choose(wanted(raw.rewards))
-            with service.worker.charged(lane):
-                pixels = await asyncio.get_running_loop().run_in_executor(
-                    decoders if raw.files else None, lambda: fit(pictures(raw), chosen)
-                )
+
+            def decode() -> dict[int, Tensor]:
+                with service.worker.charged(lane):
+                    return fit(pictures(raw), chosen)
+
+            pixels = await asyncio.get_running_loop().run_in_executor(
+                decoders if raw.files else None, decode
+            )
             rows = await service.score(
                 pixels, prompts, chosen, lane=lane, wait=_waiting_for(request)
             )
