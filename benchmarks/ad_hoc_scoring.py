@@ -44,7 +44,11 @@ class Clients:
             while True:
                 self.letting.wait()
                 begin = time.perf_counter()
-                if client.post("/v1/score-prompts", json=self._body).is_success:
+                try:
+                    answer = client.post("/v1/score-prompts", json=self._body)
+                except httpx.TransportError:
+                    return  # the measurement is over
+                if answer.is_success:
                     self.answered.append(time.perf_counter() - begin)
                 else:
                     self.refused += 1
