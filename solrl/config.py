@@ -325,16 +325,23 @@ def load_config(
             raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"configuration {path} is not TOML: {error}") from error
+    sources: dict[str, str] = {}
     for name, text in (os.environ if environment is None else environment).items():
         if match := re.fullmatch(r"SOLRL__([A-Z]+)__([A-Z0-9_]+)", name):
-            _put(tree, f"{match[1]}.{match[2]}".lower(), text)
+            dotted = f"{match[1]}.{match[2]}".lower()
+            _put(tree, dotted, text)
+            sources[dotted] = f", from the environment variable {name}"
     for dotted, text in (overrides or {}).items():
         _put(tree, dotted, text)
+        sources[dotted] = f", from --{dotted}"
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         where = f" in {path}" if path else ""
-        faults = "\n".join(f"  {_explain(e)}" for e in error.errors())
+        faults = "\n".join(
+            f"  {_explain(e)}{sources.get('.'.join(map(str, e['loc'][:2])), '')}"
+            for e in error.errors()
+        )
         raise ConfigError(f"configuration wrong{where}:\n{faults}") from error
 
 

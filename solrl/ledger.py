@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -90,6 +91,23 @@ class Ledger:
                 "INSERT INTO iterations VALUES (?, ?, ?, ?)",
                 (iteration, epoch, policy_version, metrics),
             )
+
+    def time_iteration(self, iteration: int, seconds: Mapping[str, float]) -> None:
+        """Say again, once an iteration has ended, what each phase of it took."""
+        with self._db:
+            self._db.execute(
+                "UPDATE iterations SET metrics = json_set(metrics, '$.seconds', json(?)) "
+                "WHERE iteration = ?",
+                (json.dumps(seconds), iteration),
+            )
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds a phase, summed over all iterations."""
+        rows = self.rows(
+            "SELECT key, SUM(value) AS total "
+            "FROM iterations, json_each(metrics, '$.seconds') GROUP BY key"
+        )
+        return {row["key"]: row["total"] for row in rows}
 
     def forget_from(self, iteration: int) -> None:
         """Drop rows of `iteration` and later: their checkpoint never became durable."""

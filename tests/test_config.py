@@ -135,8 +135,18 @@ def test_the_environment_is_read_and_its_typos_are_errors(monkeypatch: pytest.Mo
     monkeypatch.setenv("SOLRL__RUN__SEED", "77")
     assert load_config(None).run.seed == 77
     monkeypatch.setenv("SOLRL__RUN__SEAD", "78")
-    with pytest.raises(ConfigError, match=r"unknown key 'run.sead'; did you mean 'seed'"):
-        load_config(None)
+    monkeypatch.setenv("SOLRL__TRAIN__RANK", "many")
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {"explore.steps": "0"})
+    for line, source in (
+        (
+            "unknown key 'run.sead'; did you mean 'seed'?",
+            "the environment variable SOLRL__RUN__SEAD",
+        ),
+        ("(seen: 'many')", "the environment variable SOLRL__TRAIN__RANK"),
+        ("(seen: 0)", "--explore.steps"),
+    ):
+        assert f"{line}, from {source}" in str(caught.value)
 
 
 VALUES: list[tuple[str, str, Any]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sqlite3
 from collections.abc import Iterator
@@ -169,3 +170,21 @@ def test_reopening_keeps_everything(ledger: Ledger, path: Path) -> None:
     again = Ledger(path)
     assert counts(again) == (1, 1, 1)
     again.close()
+
+
+def test_seconds_a_phase_are_summed_over_iterations(ledger: Ledger) -> None:
+    """One that ended untimed (its learner was killed) adds nothing; the metrics stay."""
+    assert ledger.seconds() == {}
+    for iteration in range(3):
+        commit(ledger, iteration)
+    ledger.time_iteration(0, {"explore": 2.5, "train": 1.0})
+    ledger.time_iteration(2, {"explore": 0.5})
+    assert ledger.seconds() == {"explore": 3.0, "train": 1.0}
+    rows = ledger.rows("SELECT metrics FROM iterations ORDER BY iteration")
+    assert [json.loads(row["metrics"]) for row in rows] == [
+        {"contrast": 0.1, "seconds": {"explore": 2.5, "train": 1.0}},
+        {"contrast": 0.1},
+        {"contrast": 0.1, "seconds": {"explore": 0.5}},
+    ]
+    ledger.forget_from(2)
+    assert ledger.seconds() == {"explore": 2.5, "train": 1.0}

@@ -222,6 +222,10 @@ def test_a_resumed_run_ends_as_the_straight_one(lab: Lab, straight: str) -> None
     )
     assert lab.rows("resumed", query) == lab.rows(straight, query)
     assert (lab.path("resumed") / "epoch").read_text() == "2\n"
+    report = json.loads((lab.path("resumed") / "report.json").read_text())
+    explored = [i["seconds"]["explore"] for i in report["curves"]]
+    assert len(explored) == 2
+    assert report["phases"]["explore"] == pytest.approx(sum(explored))
 
 
 def test_a_disk_that_takes_no_more_pauses_the_run(lab: Lab, straight: str) -> None:

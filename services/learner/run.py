@@ -109,7 +109,7 @@ class Learner:
             if not self.directory.checkpoints():
                 seconds.timed("publish", self._checkpoint)
             version, sha256 = seconds.timed("publish", self._publish)
-            self._control.started(self.done, seconds)
+            self._control.started(self.done, seconds, self._ledger.seconds())
             while self.done < self._config.run.iterations and self._control.may_go_on():
                 version, sha256 = self._iteration(version, sha256)
 
@@ -148,7 +148,12 @@ class Learner:
         rewards = self._advantages(groups)
         stats = seconds.timed("train", lambda: self._train(iteration, groups, rewards))
         metrics = self._metrics(groups, stats.__dict__)
-        seconds.timed("publish", lambda: self._record(iteration, version, groups, rewards, metrics))
+        seconds.timed(
+            "publish",
+            lambda: self._record(
+                iteration, version, groups, rewards, {**metrics, "seconds": seconds}
+            ),
+        )
         self.done += 1
         seconds.timed("publish", self._checkpoint)
         version, sha256 = seconds.timed("publish", self._publish)
@@ -156,6 +161,7 @@ class Learner:
             self._insist(partial(self._selected.done, entry))
         total = time.perf_counter() - begin
         seconds["other"] = seconds.get("other", 0.0) + total - sum(seconds.values())
+        self._ledger.time_iteration(iteration, seconds)
         self._control.finished(iteration, version, metrics, seconds)
         for name, value in metrics.items():
             if isinstance(value, (int, float)) and math.isfinite(value):

@@ -91,7 +91,11 @@ class Control:
             self._spoken = (reason, time.monotonic())
             self.say(f"  waiting: {reason}")
 
-    def started(self, done: int, seconds: Mapping[str, float]) -> None:
+    def started(
+        self, done: int, seconds: Mapping[str, float], before: Mapping[str, float] | None = None
+    ) -> None:
+        """`before`: seconds a phase of the iterations done before this resume."""
+        self.phases = dict(before or {})
         self._first = done
         self._begin = time.monotonic()
         self._add(seconds)
